@@ -1,0 +1,98 @@
+"""A run's directory is written as a whole or not at all.
+
+Files are made in a hidden folder inside the directory, so a full disk or an interruption leaves what was there before.
+Only when all are complete are they moved over the old ones, ``run.json`` last; what else lies in the directory is not
+touched.
+"""
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from analysis.errors import UserError
+
+RUN_FILE = "run.json"
+SCHEMA = 1
+_STAGING = ".writing-"
+
+
+def is_run(directory: Path) -> bool:
+    """Whether the directory holds a run that this program wrote."""
+    try:
+        return "schema" in json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def check_writable(directory: Path, force: bool = False) -> None:
+    """Raise UserError unless a run may be written there: absent, empty, a run already, or ``force``."""
+    if directory.exists() and not directory.is_dir():
+        raise UserError(f"{directory} is a file: choose another --out")
+    if not directory.exists() or force or is_run(directory):
+        return
+    others = sorted(path.name for path in directory.iterdir() if not path.name.startswith(_STAGING))
+    if others:
+        raise UserError(f"{directory} holds something else than a run ({others[0]}): choose another --out or add --force")
+
+
+@contextmanager
+def staged(directory: Path, force: bool = False) -> Iterator[Path]:
+    """A folder to write a run's files into; on leaving it without an error they appear in ``directory`` at once."""
+    check_writable(directory, force)
+    created = _first_missing(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=directory))
+    except OSError as error:
+        raise UserError(f"cannot write to {directory} ({error.strerror}): choose another --out") from error
+    try:
+        yield staging
+        _publish(staging, directory)
+    except OSError as error:
+        _discard(staging, created)
+        raise UserError(f"writing to {directory} failed ({error.strerror}): nothing was changed there") from error
+    except BaseException:
+        _discard(staging, created)
+        raise
+    shutil.rmtree(staging)
+
+
+def _publish(staging: Path, directory: Path) -> None:
+    """Move every staged file into place, ``run.json`` last; Ctrl-C waits until the moves are done."""
+    files = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda path: path.name == RUN_FILE)
+    with _interrupt_deferred():
+        for path in files:
+            target = directory / path.relative_to(staging)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, target)
+
+
+def _first_missing(directory: Path) -> Path | None:
+    """The topmost folder that does not exist yet on the way to ``directory``."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    return missing[-1] if missing else None
+
+
+def _discard(staging: Path, created: Path | None) -> None:
+    shutil.rmtree(created or staging, ignore_errors=True)
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    previous = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if caught:
+            raise KeyboardInterrupt

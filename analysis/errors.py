@@ -1,0 +1,9 @@
+"""The one exception that a user's own mistake raises."""
+
+
+class UserError(Exception):
+    """A mistake or a shortage that the user can mend.
+
+    The message is one line: the observed value first, then the remedy. The command line prints it and exits with
+    code 2; a notebook shows it as any other exception.
+    """

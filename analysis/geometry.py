@@ -1,0 +1,60 @@
+"""Geometry of a neuron's query, key and value: weights only, no data.
+
+The gain of the norm before the MLP belongs to the map from the residual stream to (a, b), so it is folded into q and k
+before they are compared: q → γ ⊙ q, k → γ ⊙ k. Then all three vectors live in the residual stream.
+
+The score ‖q‖‖k‖‖v‖ is unchanged by every rescaling that leaves the neuron as it is (k → βk with v → v/β), as are the
+cosines up to sign. Aligned q and k (cosine near 1) make exchange nearly free: the neuron sees a ≈ c·b.
+"""
+
+from dataclasses import asdict, dataclass
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Cosines, norms and score of every neuron of a layer, with the norm gain folded into q and k; all [d_mlp] float64."""
+
+    cos_qk: Float64[Tensor, " d_mlp"]
+    cos_qv: Float64[Tensor, " d_mlp"]
+    cos_kv: Float64[Tensor, " d_mlp"]
+    norm_q: Float64[Tensor, " d_mlp"]
+    norm_k: Float64[Tensor, " d_mlp"]
+    norm_v: Float64[Tensor, " d_mlp"]
+
+    @classmethod
+    def of(
+        cls,
+        q: Float[Tensor, "d_mlp d_model"],
+        k: Float[Tensor, "d_mlp d_model"],
+        v: Float[Tensor, "d_mlp d_model"],
+        gain: Float[Tensor, " d_model"],
+    ) -> "Geometry":
+        """From the weights as the model holds them and the gain of the norm before them (ones where there is none)."""
+        q, k, v = q.double() * gain.double(), k.double() * gain.double(), v.double()
+        norm_q, norm_k, norm_v = (torch.linalg.vector_norm(x, dim=1).cpu() for x in (q, k, v))
+        return cls(
+            cos_qk=(q * k).sum(dim=1).cpu() / (norm_q * norm_k),
+            cos_qv=(q * v).sum(dim=1).cpu() / (norm_q * norm_v),
+            cos_kv=(k * v).sum(dim=1).cpu() / (norm_k * norm_v),
+            norm_q=norm_q,
+            norm_k=norm_k,
+            norm_v=norm_v,
+        )
+
+    @property
+    def score(self) -> Float64[Tensor, " d_mlp"]:
+        """‖q‖‖k‖‖v‖: the gauge-invariant size of the neuron."""
+        return self.norm_q * self.norm_k * self.norm_v
+
+    @property
+    def value_weight(self) -> Float64[Tensor, " d_mlp"]:
+        """w_j = ‖v_j‖²: what one unit of h_j² is worth in the layer's output energy."""
+        return self.norm_v.square()
+
+    def tensors(self) -> dict[str, Float64[Tensor, " d_mlp"]]:
+        """The fields by name, for writing and for tables."""
+        return asdict(self)

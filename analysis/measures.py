@@ -1,0 +1,132 @@
+"""The measures: how far a gated unit is from each symmetry, read from its sums.
+
+Each function maps a table of sums to one number per column. Given the sums of every neuron it returns one number per
+neuron; given the pooled sums it returns the layer's number, a ratio of sums and never a mean of ratios; given the
+leave-one-block-out tables it returns the jackknife replicates. Nothing here knows which.
+
+The asymmetry of two versions f, f′ of one quantity is
+
+    A = E‖f − f′‖² / (2 (E‖f‖² + E‖f′‖²))                        in [0, 1]
+
+For an involution, exchange or sign flip, it is the share of the energy that is antisymmetric: 0 invariant, 1/2 as different
+as two unrelated signals of equal energy, 1 odd. The relative change is sqrt(E‖f′ − f‖² / E‖f‖²).
+
+What they do not show: whether the model cares. A large asymmetry is a statement about activations, not about loss.
+A neuron without energy has no asymmetry: its numbers are NaN, never 0.
+"""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from analysis.moments import QUADRANTS, Sums
+
+Values = Float64[Tensor, "*row column"]
+Measure = Callable[[Sums], Values]
+
+
+def asymmetry(gap: Values, energy: Values, changed_energy: Values) -> Values:
+    """Σ(f − f′)² / (2 (Σf² + Σf′²)); NaN where there is no energy at all."""
+    return gap / (2 * (energy + changed_energy))
+
+
+def exchange(sums: Sums) -> Values:
+    """Asymmetry of h under a ↔ b; for g = σ(a)·b the difference is ab(φ(a) − φ(b)) with φ(z) = σ(z)/z."""
+    return asymmetry(sums["exchange_gap"], sums["hh"], sums["exchange"])
+
+
+def exchange_relative_change(sums: Sums) -> Values:
+    """sqrt(Σ(h′ − h)² / Σh²) under exchange; may exceed 1."""
+    return (sums["exchange_gap"] / sums["hh"]).sqrt()
+
+
+def exchange_null_repaired(sums: Sums) -> Values:
+    """Exchange asymmetry when each neuron's a meets another neuron's b, averaged over draws within the ratio."""
+    gap, before, after = (sums[name].sum(dim=0) for name in ("repaired_gap", "repaired", "repaired_swapped"))
+    return asymmetry(gap, before, after)
+
+
+def scaling(sums: Sums) -> Float64[Tensor, "alpha column"]:
+    """Asymmetry of h under (a, b) → (αa, b/α), one row per α."""
+    return asymmetry(sums["scaling_gap"], sums["hh"], sums["scaling"])
+
+
+def scaling_relative_change(sums: Sums) -> Float64[Tensor, "alpha column"]:
+    """sqrt(Σ(h_α − h)² / Σh²), one row per α."""
+    return (sums["scaling_gap"] / sums["hh"]).sqrt()
+
+
+def scaling_at(alpha: float) -> Measure:
+    """The scaling asymmetry at one α; NaN where the run did not follow that scale."""
+
+    def measure(sums: Sums) -> Values:
+        if alpha not in sums.layout.alphas:
+            return torch.full_like(sums["hh"], torch.nan)
+        return scaling(sums)[sums.layout.alphas.index(alpha)]
+
+    return measure
+
+
+def euler_residual(sums: Sums) -> Values:
+    """sqrt(Σ(a ∂g/∂a − b ∂g/∂b)² / Σh²): the break of infinitesimal scaling; 0 where σ is homogeneous of degree 1."""
+    return (sums["euler"] / sums["hh"]).sqrt()
+
+
+def bilinear_coefficient(sums: Sums) -> Values:
+    """The c that makes c·ab closest to h in the mean square."""
+    return sums["h_ab"] / sums["abab"]
+
+
+def bilinear_energy(sums: Sums) -> Values:
+    """The energy of h that its best c·ab explains, Σ over tokens; 0 for a neuron whose ab is always 0."""
+    return (sums["h_ab"].square() / sums["abab"]).nan_to_num(nan=0.0)
+
+
+def bilinear_share(sums: Sums) -> Values:
+    """(Σ h·ab)² / (Σh² Σ(ab)²): the share of a neuron's energy that c·ab explains, in [0, 1].
+
+    Each neuron has its own c, so a layer's share is pooled energy explained over pooled energy: see ``layer_bilinear_share``.
+    """
+    return bilinear_energy(sums) / sums["hh"]
+
+
+def layer_bilinear_share(neurons: Sums, value_weight: Float64[Tensor, " d_mlp"]) -> float:
+    """Σ_j w_j (energy of neuron j explained by its own c_j·ab) / Σ_j w_j Σ h_j²."""
+    return float(bilinear_energy(neurons) @ value_weight / (neurons["hh"] @ value_weight))
+
+
+def placement(sums: Sums) -> Values:
+    """Asymmetry of σ(a)·b and σ(ab): the distance to the symmetric form with the nonlinearity outside."""
+    return asymmetry(sums["placement_gap"], sums["hh"], sums["placement"])
+
+
+def quadrant_tokens(sums: Sums) -> Float64[Tensor, "quadrant column"]:
+    """Share of tokens in each sign pair of (a, b), in the order of ``QUADRANTS``."""
+    counts = torch.stack([sums[f"count_{quadrant}"] for quadrant in QUADRANTS])
+    return counts / counts.sum(dim=0)
+
+
+def quadrant_energy(sums: Sums) -> Float64[Tensor, "quadrant column"]:
+    """Share of the energy of h in each sign pair of (a, b)."""
+    return torch.stack([sums[f"energy_{quadrant}"] for quadrant in QUADRANTS]) / sums["hh"]
+
+
+def gate_positive(sums: Sums) -> Values:
+    """Share of tokens with a > 0; pooled, the share weighted with the value weights."""
+    return quadrant_tokens(sums)[:2].sum(dim=0)
+
+
+LAYER_MEASURES: dict[str, Measure] = {
+    "exchange": exchange,
+    "exchange_relative_change": exchange_relative_change,
+    "exchange_null_repaired": exchange_null_repaired,
+    "scaling_half": scaling_at(0.5),
+    "scaling_double": scaling_at(2.0),
+    "scaling_flip": scaling_at(-1.0),
+    "euler_residual": euler_residual,
+    "placement": placement,
+    "gate_positive": gate_positive,
+}
+"""Measures that pool as one ratio of sums, so that they have a jackknife error."""

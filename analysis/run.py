@@ -1,0 +1,216 @@
+"""A Run: what was found in one model on one corpus, with its provenance.
+
+A run is the moments and the geometry of every analysed layer, and the record of how they came about. It needs neither the
+model nor TransformerLens: tables, figures and reports are made from it, here or on another machine, now or later.
+
+    run.save(directory)            writes moments.safetensors and run.json
+    Run.load(directory)            gives it back, bit for bit
+    Run.merge([run, other])        adds shards; refuses runs that are not of the same thing, and the same tokens twice
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from analysis.directory import RUN_FILE, SCHEMA, staged
+from analysis.errors import UserError
+from analysis.geometry import Geometry
+from analysis.hashing import sha256_of
+from analysis.jackknife import filled_blocks
+from analysis.moments import Moments, Sums, layout_for
+from analysis.units import Unit, unit_named
+
+MOMENTS_FILE = "moments.safetensors"
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a run.
+
+    Attributes:
+        unit: g.
+        moments: what was seen of its neurons.
+        geometry: their weights, with the norm gain folded as ``gain`` says.
+        gain: in words, which norm's gain was folded into q and k.
+    """
+
+    unit: Unit
+    moments: Moments
+    geometry: Geometry
+    gain: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """Moments and geometry by layer, with provenance.
+
+    Attributes:
+        layers: the analysed layers by index, ascending.
+        model: what was read: name, revision or hash, weights' format, activation, dtype, sizes.
+        settings: how it was read: context, skipped positions, BOS, scales, seed. Runs merge only if these are equal.
+        corpus: the parts of text that were counted, one record each.
+        acceptance: the checks made when the model was loaded: ``check``, ``value``, ``limit``, ``passed``.
+        skipped: layers that were asked for and not analysed, with the reason.
+        record: versions, device, wall time, command; informative only.
+    """
+
+    layers: dict[int, Layer]
+    model: Record
+    settings: Record
+    corpus: tuple[Record, ...]
+    acceptance: tuple[Record, ...] = ()
+    skipped: dict[int, str] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
+
+    def missing(self) -> dict[str, str]:
+        """For every kind of number that has no value somewhere in the tables: why."""
+        return dict(_reasons(self))
+
+    def save(self, directory: str | Path, force: bool = False) -> None:
+        """Write the run; UserError if the directory holds something else and ``force`` is not set."""
+        with staged(Path(directory), force) as folder:
+            self.write(folder)
+
+    def write(self, folder: Path) -> None:
+        """Write ``moments.safetensors`` and ``run.json`` into an existing folder."""
+        save_file(dict(_tensors(self.layers)), folder / MOMENTS_FILE)
+        document = {
+            "schema": SCHEMA,
+            "model": self.model,
+            "settings": self.settings,
+            "corpus": list(self.corpus),
+            "acceptance": list(self.acceptance),
+            "layers": {str(index): _describe(layer) for index, layer in self.layers.items()},
+            "skipped_layers": {str(index): reason for index, reason in self.skipped.items()},
+            "missing": self.missing(),
+            "record": self.record,
+            "moments_sha256": sha256_of(folder / MOMENTS_FILE),
+        }
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+        (folder / RUN_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, directory: str | Path) -> "Run":
+        """Read a saved run; UserError if it is not one, is damaged, or comes from a newer version."""
+        folder = Path(directory)
+        try:
+            document = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+            if document["schema"] != SCHEMA:
+                raise UserError(f"{folder} has schema {document['schema']}, this version reads {SCHEMA}: update it")
+            if sha256_of(folder / MOMENTS_FILE) != document["moments_sha256"]:
+                raise UserError(f"{folder / MOMENTS_FILE} is not the file that {RUN_FILE} describes: analyze again")
+            tensors = load_file(folder / MOMENTS_FILE)
+            layers = {
+                int(index): _read_layer(tensors, int(index), described, document["settings"])
+                for index, described in document["layers"].items()
+            }
+            skipped = {int(index): reason for index, reason in document["skipped_layers"].items()}
+            return cls(
+                layers,
+                document["model"],
+                document["settings"],
+                tuple(document["corpus"]),
+                tuple(document["acceptance"]),
+                skipped,
+                document["record"],
+            )
+        except FileNotFoundError as error:
+            raise UserError(f"{folder} is not a run: {Path(error.filename or RUN_FILE).name} is missing") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            raise UserError(f"{folder} is not a readable run ({type(error).__name__}: {error})") from error
+
+    @classmethod
+    def merge(cls, runs: Sequence["Run"]) -> "Run":
+        """The run that would have come from all their tokens together; UserError unless they are of the same thing."""
+        if len(runs) < 2:
+            raise UserError(f"{len(runs)} run given: merge needs at least two")
+        return reduce(_add, runs)
+
+
+def _add(first: Run, second: Run) -> Run:
+    for part, theirs in ((first.model, second.model), (first.settings, second.settings)):
+        for key in sorted({*part, *theirs}):
+            if part.get(key) != theirs.get(key):
+                raise UserError(f"runs differ in {key} ({part.get(key)} and {theirs.get(key)}): they do not merge")
+    if list(first.layers) != list(second.layers) or first.skipped != second.skipped:
+        raise UserError(f"runs differ in layers ({list(first.layers)} and {list(second.layers)}): they do not merge")
+    for index, layer in first.layers.items():
+        for name, values in layer.geometry.tensors().items():
+            if not torch.allclose(values, second.layers[index].geometry.tensors()[name], rtol=1e-9, atol=1e-12):
+                raise UserError(f"layer {index} has other weights in the second run ({name} differs): they do not merge")
+    for ours in first.corpus:
+        for theirs in second.corpus:
+            if _overlap(ours, theirs):
+                raise UserError(f"both runs counted tokens of {ours['name']} (shard {ours['shard']}): nothing to add")
+    layers = {
+        index: Layer(layer.unit, layer.moments + second.layers[index].moments, layer.geometry, layer.gain)
+        for index, layer in first.layers.items()
+    }
+    record = {"merged_from": first.record.get("merged_from", [first.record]) + [second.record]}
+    acceptance = tuple(max(pair, key=lambda check: check["value"]) for pair in zip(first.acceptance, second.acceptance))
+    return Run(layers, first.model, first.settings, first.corpus + second.corpus, acceptance, first.skipped, record)
+
+
+def _overlap(first: Record, second: Record) -> bool:
+    """Whether two parts hold a window in common: i ≡ k₁ (mod n₁) and i ≡ k₂ (mod n₂) meet iff k₁ ≡ k₂ (mod gcd)."""
+    if first["windows_sha256"] != second["windows_sha256"]:
+        return False
+    (k1, n1), (k2, n2) = (map(int, part["shard"].split("/")) for part in (first, second))
+    return (k1 - k2) % math.gcd(n1, n2) == 0
+
+
+def _reasons(run: Run) -> Iterator[tuple[str, str]]:
+    layers = run.layers.values()
+    if min(filled_blocks(layer.moments.pooled) for layer in layers) < 2:
+        yield "*_se", "a standard error needs counted tokens in at least two jackknife blocks: give more text"
+    for column, alpha in (("scaling_half", 0.5), ("scaling_double", 2.0), ("scaling_flip", -1.0)):
+        if alpha not in run.settings["alphas"]:
+            yield column, f"scale {alpha:g} was not among --alphas"
+    dead = {i: int((layer.moments.neuron["hh"] == 0).sum()) for i, layer in run.layers.items()}
+    if any(dead.values()):
+        silent = ", ".join(f"{count} in layer {index}" for index, count in dead.items() if count)
+        yield "neurons without energy", f"h was 0 on every counted token, ratios are undefined: {silent}"
+
+
+def _describe(layer: Layer) -> Record:
+    return {"unit": layer.unit.name, "norm_gain": layer.gain, "d_mlp": layer.moments.neuron.values.shape[1]}
+
+
+def _tensors(layers: dict[int, Layer]) -> Iterator[tuple[str, Tensor]]:
+    for index, layer in layers.items():
+        moments = layer.moments
+        yield f"{index}.neuron", moments.neuron.values
+        yield f"{index}.pooled", moments.pooled.values
+        yield f"{index}.token_ratios", moments.token_ratios
+        yield f"{index}.top_energy", torch.tensor(moments.top_energy, dtype=torch.float64)
+        yield f"{index}.counts", torch.tensor([moments.n_tokens, moments.n_sequences])
+        for name, values in layer.geometry.tensors().items():
+            yield f"{index}.geometry.{name}", values
+
+
+def _read_layer(tensors: dict[str, Tensor], index: int, described: Record, settings: Record) -> Layer:
+    unit = unit_named(described["unit"])
+    layout = layout_for(unit, settings["alphas"], settings["draws"])
+    prefix = f"{index}.geometry."
+    geometry = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+    n_tokens, n_sequences = tensors[f"{index}.counts"].tolist()
+    moments = Moments(
+        Sums(layout, tensors[f"{index}.neuron"]),
+        Sums(layout, tensors[f"{index}.pooled"]),
+        tensors[f"{index}.token_ratios"],
+        tensors[f"{index}.top_energy"].item(),
+        n_tokens,
+        n_sequences,
+    )
+    return Layer(unit, moments, Geometry(**geometry), described["norm_gain"])
+

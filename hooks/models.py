@@ -1,0 +1,328 @@
+"""From a name on the command line to a model whose gated layers have proved themselves.
+
+MODEL is a built-in name, a hub id (org/name), a directory with safetensors, or a .gguf file. Nothing is looked up on a hub
+for built-in and local models, no pickle is ever loaded, and a repository's own code runs only if the user says so.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import RevisionNotFoundError
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from analysis.errors import UserError
+from analysis.hashing import sha256_of
+from hooks.builtin import BUILTINS, DEFAULT_MODEL, builtin_directory, builtin_named
+from hooks.gguf import gguf_format, load_gguf
+from hooks.sites import OUTPUT_SLACK, TOLERANCE, Site, configured_activations, describe_blocks, find_sites
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+PROBE_LENGTH = 16
+LOGIT_SLACK = 100
+"""Attention is computed by other kernels once wrapped, in every layer: logits may differ this much more than one product."""
+HUB_TIMEOUT_S = 10
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A wrapped model, its proven sites, and what a report must say about it.
+
+    Attributes:
+        bridge: the model in TransformerLens.
+        tokenizer: encodes text; TransformerLens may have given it special tokens that the model does not know.
+        bos: the token that the model expects before a text, or None: asked of the tokenizer as its authors ship it,
+            because TransformerLens puts a BOS before every text of every model that has one.
+        sites: layers that proved themselves, by index.
+        skipped: reasons of the layers that did not.
+        description: the ``model`` part of a run's provenance.
+        acceptance: the checks made at load, each with value, limit and verdict.
+    """
+
+    bridge: TransformerBridge
+    tokenizer: PreTrainedTokenizerBase
+    bos: int | None
+    sites: dict[int, Site]
+    skipped: dict[int, str]
+    description: Record
+    acceptance: tuple[Record, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.bridge.original_model.parameters()).device
+
+    @property
+    def context_limit(self) -> int | None:
+        """The longest window the model was made for, where it says so."""
+        text = self.bridge.original_model.config.get_text_config()
+        return next((n for key in ("max_position_embeddings", "n_positions") if (n := getattr(text, key, None))), None)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the weights are on this machine, and their provenance."""
+
+    path: Path
+    name: str
+    fingerprint: str
+    weights_format: str | None = None
+
+
+def load_model(
+    name: str = DEFAULT_MODEL,
+    *,
+    device: str = "auto",
+    dtype: str = "float32",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load, wrap and prove a model.
+
+    Args:
+        name: built-in name, hub id, directory or .gguf file.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:1``.
+        dtype: precision of weights and forward pass: float32, bfloat16, float16, float64.
+        revision: branch, tag or commit of a hub model.
+        trust_remote_code: run the Python code that comes with a hub model or a directory.
+
+    Raises:
+        UserError: the model is not there, is damaged, or has no layer that is a gated MLP.
+    """
+    place, precision = resolve_device(device), resolve_dtype(dtype)
+    with _quiet():
+        source = _locate(name, revision, trust_remote_code)
+        model, tokenizer = _load(source, precision, trust_remote_code)
+        model = _to_device(model.to(precision).eval(), place)
+        _check_weights(model, name)
+        probe = _probe(model).to(place)
+        reference = _logits(model, probe)
+        bos = _bos(tokenizer)
+        if bos is not None:
+            tokenizer.init_kwargs["add_bos_token"] = True  # it does so already; unsaid, TransformerLens loads it again
+        bridge = _wrap(model, tokenizer, name, precision)
+        logit_error = _logit_error(bridge.original_model, probe, reference)
+        sites, skipped = find_sites(bridge, probe)
+    if not sites:
+        reason = next(iter(skipped.values()), "it has no blocks")
+        raise UserError(f"{name} has no gated MLP that can be analysed: {describe_blocks(bridge)} (layer 0: {reason})")
+    description = _describe(model, source, sites, dtype)
+    return LoadedModel(
+        bridge, tokenizer, bos, sites, skipped, description, _acceptance(sites, logit_error, precision)
+    )
+
+
+def resolve_dtype(dtype: str) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise UserError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device of that name; UserError if this machine does not have it."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:N") from error
+    if place.type not in ("cpu", "cuda"):
+        raise UserError(f"device {device!r} is not supported, sums need float64: choose cpu or cuda")
+    count = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= count:
+        raise UserError(f"device {device!r} is not there, torch sees {count} CUDA devices: use --device cpu")
+    return place
+
+
+def _locate(name: str, revision: str | None, trust_remote_code: bool) -> _Source:
+    path = Path(name).expanduser()
+    is_path = path.suffix == ".gguf" or name.startswith((".", "~", "/")) or name.count("/") > 1
+    if name not in BUILTINS and not path.exists() and not is_path and "/" in name:
+        return _from_hub(name, revision, trust_remote_code)
+    if revision is not None:
+        raise UserError(f"{name} has no revision {revision!r}: revisions belong to hub models (org/name)")
+    if name not in BUILTINS and path.is_dir():
+        return _directory(path)
+    if name not in BUILTINS and path.is_file():
+        return _Source(path, path.name, f"sha256 {sha256_of(path)}", gguf_format(path))
+    if is_path:
+        raise UserError(f"there is no file or directory {name}: check the path")
+    builtin = builtin_named(name)
+    fingerprint = f"gguf sha256 {builtin.gguf_sha256}"
+    return _Source(builtin_directory(builtin), builtin.title, fingerprint, builtin.weights_format)
+
+
+def _directory(path: Path) -> _Source:
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} has no config.json: give a directory that save_pretrained wrote")
+    weights = sorted(path.glob("*.safetensors"))
+    if not weights:
+        pickled = next((file.name for file in sorted(path.glob("*.bin"))), None)
+        found = f"only pickled weights ({pickled}), which are never loaded" if pickled else "no weights"
+        raise UserError(f"{path} has {found}: save the model as safetensors")
+    return _Source(path, path.resolve().name, f"sha256 {sha256_of(*weights)}")
+
+
+def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> _Source:
+    """A snapshot of the hub's files on this machine, or the cached one if the hub cannot be reached."""
+    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
+    try:
+        commit = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S).sha
+    except GatedRepoError as error:
+        raise UserError(f"{name} is gated: accept its terms on its page and log in with 'hf auth login'") from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"{name} has no revision {revision!r}: check the branch, tag or commit") from error
+    except RepositoryNotFoundError as error:
+        raise UserError(f"the hub has no model {name}: check the name, or log in if it is private") from error
+    except Exception:  # whatever the network raised (its classes change with the client): the cache may still serve
+        commit = None
+    try:
+        path = snapshot_download(
+            name,
+            revision=commit or revision,
+            allow_patterns=patterns,
+            ignore_patterns=["*/*"],
+            local_files_only=commit is None,
+        )
+    except LocalEntryNotFoundError as error:
+        near = ", ".join(BUILTINS)
+        raise UserError(f"{name} is not cached and the hub cannot be reached: check the network, or use {near}") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise UserError(f"downloading {name} failed ({_first_line(error)}): try again") from error
+    source = _directory(Path(path))
+    return _Source(source.path, name, f"revision {Path(path).name}")
+
+
+def _load(
+    source: _Source, precision: torch.dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if source.path.is_file():
+        return load_gguf(source.path)
+    options: Record = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.path, dtype=precision, use_safetensors=True, output_loading_info=True, **options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
+    except Exception as error:  # transformers raises many kinds; each means that these files do not make a model
+        remedy = "add --trust-remote-code if you trust it" if "trust_remote_code" in str(error) else "check the files"
+        raise UserError(f"cannot load {source.name} ({_first_line(error)}): {remedy}") from error
+    if info["missing_keys"]:
+        raise UserError(
+            f"{source.name} lacks {len(info['missing_keys'])} weights ({min(info['missing_keys'])}): the checkpoint is "
+            "incomplete or of another architecture"
+        )
+    return model, tokenizer
+
+
+def _to_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    try:
+        return model.to(device)
+    except torch.cuda.OutOfMemoryError as error:
+        raise UserError(f"the model does not fit on {device}: use --dtype bfloat16 or --device cpu") from error
+
+
+def _check_weights(model: PreTrainedModel, name: str) -> None:
+    for key, weight in model.named_parameters():
+        if weight.is_floating_point() and not math.isfinite(weight.sum(dtype=torch.float64)):
+            count = int((~torch.isfinite(weight)).sum())
+            raise UserError(f"{name} has {count} NaN or infinite weights in {key}: the file is damaged")
+
+
+def _bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The BOS token if the tokenizer puts one before a text by itself."""
+    ids = tokenizer("a").input_ids
+    return ids[0] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else None
+
+
+def _probe(model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
+    """A short sequence of random tokens, the same for every model of one vocabulary."""
+    vocabulary = model.config.get_text_config().vocab_size
+    return torch.randint(0, vocabulary, (1, PROBE_LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def _logits(model: PreTrainedModel, probe: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos vocab"]:
+    with torch.no_grad():
+        return model(probe, use_cache=False).logits
+
+
+def _wrap(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, precision: torch.dtype
+) -> TransformerBridge:
+    try:
+        return TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=tokenizer, dtype=precision)
+    except (ValueError, KeyError, NotImplementedError, AttributeError, RuntimeError) as error:
+        family = type(model).__name__
+        raise UserError(f"TransformerLens cannot wrap {name}, a {family} ({_first_line(error)})") from error
+
+
+def _logit_error(model: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference: Float[Tensor, "1 pos vocab"]) -> float:
+    return float((_logits(model, probe) - reference).double().norm() / reference.double().norm())
+
+
+def _acceptance(sites: dict[int, Site], logit_error: float, precision: torch.dtype) -> tuple[Record, ...]:
+    tolerance = TOLERANCE[precision]
+    checks = (
+        ("h = g(a, b) on the probe, largest over layers", max(s.identity_error for s in sites.values()), tolerance),
+        ("MLP output from q, k, v, largest over layers", max(s.output_error for s in sites.values()), OUTPUT_SLACK * tolerance),
+        ("logits with and without TransformerLens", logit_error, LOGIT_SLACK * tolerance),
+    )
+    return tuple(
+        {"check": check, "value": value, "limit": limit, "passed": value <= limit} for check, value, limit in checks
+    )
+
+
+def _describe(model: PreTrainedModel, source: _Source, sites: dict[int, Site], dtype: str) -> Record:
+    text = model.config.get_text_config()
+    stored = getattr(model.config, "quantization_config", None)
+    weights = source.weights_format or (f"quantized: {stored}" if stored else "safetensors, not quantized")
+    return {
+        "name": source.name,
+        "fingerprint": source.fingerprint,
+        "weights": weights,
+        "architecture": type(model).__name__,
+        "units": sorted({site.unit.name for site in sites.values()}),
+        "activation_in_config": configured_activations(model.config),
+        "n_layers": text.num_hidden_layers,
+        "d_model": text.hidden_size,
+        "n_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": dtype,
+    }
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading prints bars and notes that do not concern the user; errors still come through as exceptions."""
+    logger = transformers.utils.logging
+    level, bars = logger.get_verbosity(), logger.is_progress_bar_enabled()
+    root_level = logging.getLogger().level
+    logger.set_verbosity_error()
+    logger.disable_progress_bar()
+    logging.getLogger().setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.set_verbosity(level)
+        logging.getLogger().setLevel(root_level)
+        if bars:
+            logger.enable_progress_bar()

@@ -1,0 +1,299 @@
+"""Independent twin of the gated-MLP measures: plain loops over floats, written from the formulas.
+
+Symbols: a[t][j], b[t][j] are gate and up pre-activations of neuron j on token t (any nested
+sequence or 2-D array, read with float()); g(a, b) is the unit and h = g(a, b) its output;
+w[j] is the value weight (squared norm of the value vector).  A measure per neuron uses sums
+over tokens; a measure per layer ("pooled") sums numerator and denominator over neurons with
+weights w_j and divides once.  A ratio with denominator 0 is nan.  At a kink the derivative is
+the one from the left (no measure depends on it: a sigma'(a) - sigma(a) is 0 at a = 0 there).
+"""
+import math
+import random
+from typing import Callable, NamedTuple, Optional, Sequence
+
+Grid = Sequence[Sequence[float]]  # indexed [token][neuron]
+Vector = Sequence[float]
+Scalar = Callable[[float], float]
+Unit = Callable[[float, float], float]
+Slopes = tuple[float, float]  # lim sigma(z)/z on the (negative side, positive side)
+QUADRANTS = ("pp", "pn", "np", "nn")  # sign of a, then sign of b; p is > 0, n is <= 0
+
+
+class Comparison(NamedTuple):
+    """Asymmetry A and relative change, per neuron and pooled over the layer."""
+    asymmetry: list[float]
+    change: list[float]
+    pooled_asymmetry: float
+    pooled_change: float
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """Numerator / denominator, nan where the denominator is 0."""
+    return numerator / denominator if denominator != 0 else math.nan
+
+
+def median(values: Vector) -> float:
+    """Exact median: the middle value, or the mean of the two middle ones; nan if empty."""
+    ordered, n = sorted(values), len(values)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2 if n else math.nan
+
+
+def column(x: Grid, j: int) -> list[float]:
+    """Neuron j's values over the tokens."""
+    return [float(row[j]) for row in x]
+
+
+def dot(x: Vector, y: Vector) -> float:
+    """Sum of products."""
+    return math.fsum(float(x_i) * float(y_i) for x_i, y_i in zip(x, y))
+
+
+def apply(f: Unit, a: Grid, b: Grid) -> Grid:
+    """f(a, b) on every token and neuron."""
+    return [[f(float(x), float(y)) for x, y in zip(row_a, row_b)] for row_a, row_b in zip(a, b)]
+
+
+def gate_unit(sigma: Scalar) -> Unit:
+    """The gate-activation unit g(a, b) = sigma(a) b."""
+    return lambda a, b: sigma(a) * b
+
+
+def compare(f: Grid, f_prime: Grid, w: Vector) -> Comparison:
+    """A = sum (f-f')^2 / (2 (sum f^2 + sum f'^2)), change = sqrt(sum (f'-f)^2 / sum f^2)."""
+    asymmetry, change = [], []
+    differences, energies, energies_prime = [], [], []
+    for j in range(len(w)):
+        x, y = column(f, j), column(f_prime, j)
+        d = [y_t - x_t for x_t, y_t in zip(x, y)]
+        dd, xx, yy = dot(d, d), dot(x, x), dot(y, y)
+        asymmetry.append(ratio(dd, 2 * (xx + yy)))
+        change.append(math.sqrt(ratio(dd, xx)))
+        differences.append(dd)
+        energies.append(xx)
+        energies_prime.append(yy)
+    dd, xx, yy = dot(w, differences), dot(w, energies), dot(w, energies_prime)
+    return Comparison(asymmetry, change, ratio(dd, 2 * (xx + yy)), math.sqrt(ratio(dd, xx)))
+
+
+def exchange(g: Unit, a: Grid, b: Grid, w: Vector) -> Comparison:
+    """g(a, b) against g(b, a)."""
+    return compare(apply(g, a, b), apply(g, b, a), w)
+
+
+def scaling(g: Unit, a: Grid, b: Grid, w: Vector, alpha: float) -> Comparison:
+    """g(a, b) against g(alpha a, b / alpha), alpha != 0."""
+    return compare(apply(g, a, b), apply(lambda x, y: g(alpha * x, y / alpha), a, b), w)
+
+
+def scaling_limit(sigma: Scalar, slopes: Slopes, a: Grid, b: Grid, w: Vector) -> Comparison:
+    """sigma(a) b against its limit slope(sign of a) a b; slopes at zero for alpha -> 0+,
+    slopes at infinity for alpha -> infinity."""
+    limit = apply(lambda x, y: (slopes[1] if x > 0 else slopes[0]) * x * y, a, b)
+    return compare(apply(gate_unit(sigma), a, b), limit, w)
+
+
+def placement(g: Unit, a: Grid, b: Grid, w: Vector) -> Comparison:
+    """g(a, b) against g(a b, 1)."""
+    return compare(apply(g, a, b), apply(lambda x, y: g(x * y, 1.0), a, b), w)
+
+
+def per_token_exchange(g: Unit, a: Grid, b: Grid, w: Vector) -> tuple[list[float], float]:
+    """Exchange asymmetry of each token, pooled over neurons with w; and its median over the
+    tokens where it is defined (not nan)."""
+    per_token = [exchange(g, [a[t]], [b[t]], w).pooled_asymmetry for t in range(len(a))]
+    return per_token, median([x for x in per_token if not math.isnan(x)])
+
+
+def _residual(derivative: Grid, h: Grid, w: Vector) -> tuple[list[float], float]:
+    """sqrt(sum derivative^2 / sum h^2), per neuron and pooled."""
+    dd = [dot(column(derivative, j), column(derivative, j)) for j in range(len(w))]
+    hh = [dot(column(h, j), column(h, j)) for j in range(len(w))]
+    return ([math.sqrt(ratio(n, d)) for n, d in zip(dd, hh)],
+            math.sqrt(ratio(dot(w, dd), dot(w, hh))))
+
+
+def euler_residual(sigma: Scalar, dsigma: Scalar, a: Grid, b: Grid, w: Vector
+                   ) -> tuple[list[float], float]:
+    """sqrt(sum b^2 (a sigma'(a) - sigma(a))^2 / sum h^2), h = sigma(a) b; (per neuron, pooled)."""
+    derivative = apply(lambda x, y: y * (x * dsigma(x) - sigma(x)), a, b)
+    return _residual(derivative, apply(gate_unit(sigma), a, b), w)
+
+
+def euler_residual_generic(g: Unit, a: Grid, b: Grid, w: Vector, step: float = 1e-6
+                           ) -> tuple[list[float], float]:
+    """The same for any g: central difference of g(alpha a, b / alpha) in alpha at alpha = 1."""
+    up, down = 1 + step, 1 - step
+    derivative = apply(
+        lambda x, y: (g(up * x, y / up) - g(down * x, y / down)) / (2 * step), a, b)
+    return _residual(derivative, apply(g, a, b), w)
+
+
+def bilinear(g: Unit, a: Grid, b: Grid, w: Vector) -> tuple[list[float], list[float], float]:
+    """(share per neuron, coefficient c per neuron, layer share), with p = a b.
+    A neuron with sum p^2 = 0 adds 0 to the layer's numerator."""
+    h, p = apply(g, a, b), apply(lambda x, y: x * y, a, b)
+    shares, coefficients, explained, energies = [], [], [], []
+    for j in range(len(w)):
+        h_j, p_j = column(h, j), column(p, j)
+        hp, hh, pp = dot(h_j, p_j), dot(h_j, h_j), dot(p_j, p_j)
+        shares.append(ratio(hp * hp, hh * pp))
+        coefficients.append(ratio(hp, pp))
+        explained.append(hp * hp / pp if pp != 0 else 0.0)
+        energies.append(hh)
+    return shares, coefficients, ratio(dot(w, explained), dot(w, energies))
+
+
+def quadrants(g: Unit, a: Grid, b: Grid, w: Vector) -> tuple[
+        dict[str, list[float]], dict[str, list[float]], dict[str, float], dict[str, float]]:
+    """(token share, energy share per neuron; the same two pooled) by sign quadrant of (a, b)."""
+    h, n, m = apply(g, a, b), len(a), len(w)
+    count = {q: [0.0] * m for q in QUADRANTS}
+    energy = {q: [0.0] * m for q in QUADRANTS}
+    for t in range(n):
+        for j in range(m):
+            q = ("p" if a[t][j] > 0 else "n") + ("p" if b[t][j] > 0 else "n")
+            count[q][j] += 1
+            energy[q][j] += h[t][j] * h[t][j]
+    total = [sum(energy[q][j] for q in QUADRANTS) for j in range(m)]
+    tokens = {q: [ratio(c, n) for c in count[q]] for q in QUADRANTS}
+    return (
+        tokens,
+        {q: [ratio(e, s) for e, s in zip(energy[q], total)] for q in QUADRANTS},
+        {q: ratio(dot(w, tokens[q]), dot(w, [1.0] * m)) for q in QUADRANTS},
+        {q: ratio(dot(w, energy[q]), dot(w, total)) for q in QUADRANTS})
+
+
+def gate_positive(a: Grid, w: Vector) -> tuple[list[float], float]:
+    """Share of tokens with a > 0 per neuron; layer sum_j w_j share_j / sum_j w_j."""
+    shares = [ratio(sum(1 for x in column(a, j) if x > 0), len(a)) for j in range(len(w))]
+    return shares, ratio(dot(w, shares), dot(w, [1.0] * len(w)))
+
+
+def moments(a: Grid, b: Grid) -> dict[str, list[float]]:
+    """mean_a, mean_b, std_a, std_b (population), corr_ab: each a list over neurons."""
+    m: dict[str, list[float]] = {x: [] for x in ("mean_a", "mean_b", "std_a", "std_b", "corr_ab")}
+    for j in range(len(a[0])):
+        x, y = column(a, j), column(b, j)
+        n, mean_x, mean_y = len(x), math.fsum(x) / len(x), math.fsum(y) / len(y)
+        dx, dy = [v - mean_x for v in x], [v - mean_y for v in y]
+        std_x, std_y = math.sqrt(dot(dx, dx) / n), math.sqrt(dot(dy, dy) / n)
+        corr = ratio(dot(dx, dy) / n, std_x * std_y)
+        for values, value in zip(m.values(), (mean_x, mean_y, std_x, std_y, corr)):
+            values.append(value)
+    return m
+
+
+def energy_share(g: Unit, a: Grid, b: Grid, w: Vector) -> list[float]:
+    """w_j sum h_j^2 / sum_j' w_j' sum h_j'^2."""
+    h = apply(g, a, b)
+    energy = [float(w[j]) * dot(column(h, j), column(h, j)) for j in range(len(w))]
+    return [ratio(e, math.fsum(energy)) for e in energy]
+
+
+def top_token_share(g: Unit, a: Grid, b: Grid, w: Vector) -> float:
+    """Largest over tokens of sum_j w_j h_tj^2, divided by its sum over tokens."""
+    energy = [dot(w, [x * x for x in row]) for row in apply(g, a, b)]
+    return ratio(max(energy), math.fsum(energy))
+
+
+def repaired_null(g: Unit, a: Grid, b: Grid, w: Vector, partner: Sequence[int]) -> Comparison:
+    """Exchange with b_j replaced by b_partner[j]; the weights stay w_j."""
+    return exchange(g, a, [[row[partner[j]] for j in range(len(w))] for row in b], w)
+
+
+def gaussian_null(g: Unit, m: dict[str, list[float]], w: Vector, n: int, seed: int = 0
+                  ) -> tuple[list[float], float]:
+    """Exchange asymmetry (per neuron, pooled) for (a, b) bivariate normal with moments m, by
+    n draws each (one generator runs through the neurons).  A nan correlation counts as 0."""
+    rng, asymmetry, numerators, denominators = random.Random(seed), [], [], []
+    for j in range(len(w)):
+        mean_a, mean_b, std_a, std_b, rho = (
+            float(m[key][j]) for key in ("mean_a", "mean_b", "std_a", "std_b", "corr_ab"))
+        rho = 0.0 if math.isnan(rho) else rho
+        rest = math.sqrt(max(0.0, 1 - rho * rho))
+        numerator = denominator = 0.0
+        for _ in range(n):
+            z, z_prime = rng.gauss(0, 1), rng.gauss(0, 1)
+            a = mean_a + std_a * z
+            b = mean_b + std_b * (rho * z + rest * z_prime)
+            h, h_prime = g(a, b), g(b, a)
+            numerator += (h - h_prime) * (h - h_prime) / n
+            denominator += 2 * (h * h + h_prime * h_prime) / n
+        asymmetry.append(ratio(numerator, denominator))
+        numerators.append(numerator)
+        denominators.append(denominator)
+    return asymmetry, ratio(dot(w, numerators), dot(w, denominators))
+
+
+def jackknife_se(numerators: Vector, denominators: Vector, skip_empty: bool = False) -> float:
+    """Delete-one-block SE of sum N_k / sum D_k.  skip_empty drops the blocks with D_k = 0
+    first.  nan with fewer than 2 blocks or an undefined replicate."""
+    blocks = [(float(n), float(d)) for n, d in zip(numerators, denominators)
+              if d != 0 or not skip_empty]
+    count = len(blocks)
+    if count < 2:
+        return math.nan
+    replicates = []
+    for k in range(count):
+        others = blocks[:k] + blocks[k + 1:]  # N - N_k and D - D_k, without cancellation
+        replicates.append(ratio(math.fsum(n for n, _ in others), math.fsum(d for _, d in others)))
+    mean = math.fsum(replicates) / count
+    return math.sqrt((count - 1) / count * math.fsum((r - mean) ** 2 for r in replicates))
+
+
+def geometry(q: Vector, k: Vector, v: Vector, gain: Vector) -> dict[str, float]:
+    """One neuron: q and k are multiplied by the gain first; score = |q||k||v|."""
+    q = [float(x) * float(s) for x, s in zip(q, gain)]
+    k = [float(x) * float(s) for x, s in zip(k, gain)]
+    n_q, n_k, n_v = math.sqrt(dot(q, q)), math.sqrt(dot(k, k)), math.sqrt(dot(v, v))
+    return {"cos_qk": ratio(dot(q, k), n_q * n_k), "cos_qv": ratio(dot(q, v), n_q * n_v),
+            "cos_kv": ratio(dot(k, v), n_k * n_v), "norm_q": n_q, "norm_k": n_k, "norm_v": n_v,
+            "score": n_q * n_k * n_v}
+
+
+def geometry_layer(neurons: Sequence[dict[str, float]]) -> tuple[float, float]:
+    """(mean |cos(q, k)|, max score / median score) over the layer's neurons."""
+    scores = [x["score"] for x in neurons]
+    return (math.fsum(abs(x["cos_qk"]) for x in neurons) / len(neurons),
+            ratio(max(scores), median(scores)))
+
+
+def sigmoid(z: float) -> float:
+    """1 / (1 + exp(-z)) without overflow."""
+    if z >= 0:
+        return 1 / (1 + math.exp(-z))
+    return math.exp(z) / (1 + math.exp(z))
+
+
+def _gated(u: Scalar, du: Scalar) -> tuple[Scalar, Scalar]:
+    """z sigmoid(u(z)) and its derivative."""
+    return (lambda z: z * sigmoid(u(z)),
+            lambda z: sigmoid(u(z)) + z * du(z) * sigmoid(u(z)) * sigmoid(-u(z)))
+
+
+def normal_cdf(z: float) -> float:
+    """Phi(z), accurate in the lower tail."""
+    return 0.5 * math.erfc(-z / math.sqrt(2))
+
+
+ROOT = math.sqrt(2 / math.pi)  # gelu tanh: 0.5 z (1 + tanh(u)) = z sigmoid(2 u)
+# name -> (sigma, sigma', slopes at zero, slopes at infinity); None where a slope diverges.
+ACTIVATIONS: dict[str, tuple[Scalar, Scalar, Optional[Slopes], Optional[Slopes]]] = {
+    "identity": (lambda z: z, lambda z: 1.0, (1.0, 1.0), (1.0, 1.0)),
+    "relu": (lambda z: max(z, 0.0), lambda z: 1.0 if z > 0 else 0.0, (0.0, 1.0), (0.0, 1.0)),
+    "leaky_relu": (lambda z: z if z > 0 else 0.01 * z, lambda z: 1.0 if z > 0 else 0.01,
+                   (0.01, 1.0), (0.01, 1.0)),
+    "relu_squared": (lambda z: max(z, 0.0) ** 2, lambda z: 2 * max(z, 0.0), (0.0, 0.0), None),
+    "gelu": (lambda z: z * normal_cdf(z),
+             lambda z: normal_cdf(z) + z * math.exp(-z * z / 2) / math.sqrt(2 * math.pi),
+             (0.5, 0.5), (0.0, 1.0)),
+    "gelu_tanh": (*_gated(lambda z: 2 * ROOT * (z + 0.044715 * z ** 3),
+                           lambda z: 2 * ROOT * (1 + 3 * 0.044715 * z * z)),
+                  (0.5, 0.5), (0.0, 1.0)),
+    "quick_gelu": (*_gated(lambda z: 1.702 * z, lambda z: 1.702), (0.5, 0.5), (0.0, 1.0)),
+    "silu": (*_gated(lambda z: z, lambda z: 1.0), (0.5, 0.5), (0.0, 1.0)),
+    "sigmoid": (sigmoid, lambda z: sigmoid(z) * sigmoid(-z), None, (0.0, 0.0)),
+    "tanh": (math.tanh, lambda z: 4 * sigmoid(2 * z) * sigmoid(-2 * z), (1.0, 1.0), (0.0, 0.0)),
+    "softplus": (lambda z: max(z, 0.0) + math.log1p(math.exp(-abs(z))), sigmoid,
+                 None, (0.0, 1.0)),
+}
