@@ -16,7 +16,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Geometry:
-    """Cosines, norms and score of every neuron of a layer, with the norm gain folded into q and k; all [d_mlp] float64."""
+    """Cosines, norms and score of every neuron of a layer, with the norm gain folded into q and k.
+
+    All are [d_mlp] in float64.
+    """
 
     cos_qk: Float64[Tensor, " d_mlp"]
     cos_qv: Float64[Tensor, " d_mlp"]
@@ -54,6 +57,11 @@ class Geometry:
     def value_weight(self) -> Float64[Tensor, " d_mlp"]:
         """w_j = ‖v_j‖²: what one unit of h_j² is worth in the layer's output energy."""
         return self.norm_v.square()
+
+    @property
+    def balance(self) -> Float64[Tensor, " d_mlp"]:
+        """β_j = ±‖q_j‖/‖k_j‖, with the sign of cos(q_j, k_j): the rescaling that brings k to the length and side of q."""
+        return (self.norm_q / self.norm_k).copysign(self.cos_qk)
 
     def tensors(self) -> dict[str, Float64[Tensor, " d_mlp"]]:
         """The fields by name, for writing and for tables."""

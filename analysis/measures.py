@@ -24,12 +24,18 @@ from torch import Tensor
 from analysis.moments import QUADRANTS, Sums
 
 Values = Float64[Tensor, "*row column"]
+Broadcast = Float64[Tensor, "*#shape"]
 Measure = Callable[[Sums], Values]
 
 
-def asymmetry(gap: Values, energy: Values, changed_energy: Values) -> Values:
+def asymmetry(gap: Broadcast, energy: Broadcast, changed_energy: Broadcast) -> Float64[Tensor, "*shape"]:
     """Σ(f − f′)² / (2 (Σf² + Σf′²)); NaN where there is no energy at all."""
     return gap / (2 * (energy + changed_energy))
+
+
+def _relative(gap: Broadcast, energy: Broadcast) -> Float64[Tensor, "*shape"]:
+    """sqrt(Σ(f′ − f)² / Σf²); NaN where f has no energy."""
+    return torch.where(energy > 0, gap / energy, torch.nan).sqrt()
 
 
 def exchange(sums: Sums) -> Values:
@@ -37,9 +43,19 @@ def exchange(sums: Sums) -> Values:
     return asymmetry(sums["exchange_gap"], sums["hh"], sums["exchange"])
 
 
+def exchange_balanced(sums: Sums) -> Values:
+    """Exchange asymmetry in the balanced gauge.
+
+    A gated MLP does not change when k → βk and v → v/β, for any β, but σ(a)·b and its exchanged form σ(b)·a do not scale
+    alike: the plain exchange asymmetry depends on a choice of β that the model never sees. Here k is first brought to the
+    length of q and to its side (cos ≥ 0), so the number is the same for every β.
+    """
+    return asymmetry(sums["balanced_gap"], sums["balanced"], sums["balanced_swapped"])
+
+
 def exchange_relative_change(sums: Sums) -> Values:
     """sqrt(Σ(h′ − h)² / Σh²) under exchange; may exceed 1."""
-    return (sums["exchange_gap"] / sums["hh"]).sqrt()
+    return _relative(sums["exchange_gap"], sums["hh"])
 
 
 def exchange_null_repaired(sums: Sums) -> Values:
@@ -55,7 +71,7 @@ def scaling(sums: Sums) -> Float64[Tensor, "alpha column"]:
 
 def scaling_relative_change(sums: Sums) -> Float64[Tensor, "alpha column"]:
     """sqrt(Σ(h_α − h)² / Σh²), one row per α."""
-    return (sums["scaling_gap"] / sums["hh"]).sqrt()
+    return _relative(sums["scaling_gap"], sums["hh"])
 
 
 def scaling_at(alpha: float) -> Measure:
@@ -71,7 +87,7 @@ def scaling_at(alpha: float) -> Measure:
 
 def euler_residual(sums: Sums) -> Values:
     """sqrt(Σ(a ∂g/∂a − b ∂g/∂b)² / Σh²): the break of infinitesimal scaling; 0 where σ is homogeneous of degree 1."""
-    return (sums["euler"] / sums["hh"]).sqrt()
+    return _relative(sums["euler"], sums["hh"])
 
 
 def bilinear_coefficient(sums: Sums) -> Values:
@@ -87,9 +103,10 @@ def bilinear_energy(sums: Sums) -> Values:
 def bilinear_share(sums: Sums) -> Values:
     """(Σ h·ab)² / (Σh² Σ(ab)²): the share of a neuron's energy that c·ab explains, in [0, 1].
 
-    Each neuron has its own c, so a layer's share is pooled energy explained over pooled energy: see ``layer_bilinear_share``.
+    Each neuron has its own c, so a layer's share is pooled energy explained over pooled energy:
+    see ``layer_bilinear_share``.
     """
-    return bilinear_energy(sums) / sums["hh"]
+    return sums["h_ab"].square() / (sums["hh"] * sums["abab"])
 
 
 def layer_bilinear_share(neurons: Sums, value_weight: Float64[Tensor, " d_mlp"]) -> float:
@@ -100,6 +117,11 @@ def layer_bilinear_share(neurons: Sums, value_weight: Float64[Tensor, " d_mlp"])
 def placement(sums: Sums) -> Values:
     """Asymmetry of σ(a)·b and σ(ab): the distance to the symmetric form with the nonlinearity outside."""
     return asymmetry(sums["placement_gap"], sums["hh"], sums["placement"])
+
+
+def placement_balanced(sums: Sums) -> Values:
+    """Placement in the balanced gauge: see ``exchange_balanced``."""
+    return asymmetry(sums["balanced_placed_gap"], sums["balanced"], sums["balanced_placed"])
 
 
 def quadrant_tokens(sums: Sums) -> Float64[Tensor, "quadrant column"]:
@@ -114,12 +136,13 @@ def quadrant_energy(sums: Sums) -> Float64[Tensor, "quadrant column"]:
 
 
 def gate_positive(sums: Sums) -> Values:
-    """Share of tokens with a > 0; pooled, the share weighted with the value weights."""
+    """Share of tokens with a > 0. It is no energy: a layer's share is the plain mean over its neurons."""
     return quadrant_tokens(sums)[:2].sum(dim=0)
 
 
 LAYER_MEASURES: dict[str, Measure] = {
     "exchange": exchange,
+    "exchange_balanced": exchange_balanced,
     "exchange_relative_change": exchange_relative_change,
     "exchange_null_repaired": exchange_null_repaired,
     "scaling_half": scaling_at(0.5),
@@ -127,6 +150,6 @@ LAYER_MEASURES: dict[str, Measure] = {
     "scaling_flip": scaling_at(-1.0),
     "euler_residual": euler_residual,
     "placement": placement,
-    "gate_positive": gate_positive,
+    "placement_balanced": placement_balanced,
 }
 """Measures that pool as one ratio of sums, so that they have a jackknife error."""

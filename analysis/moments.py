@@ -10,6 +10,9 @@ Rows of the table (``Layout``), for h = g(a, b) and a changed version h′ of it
     hh                          Σ h²
     exchange, exchange_gap      Σ h′², Σ (h − h′)²  with h′ = g(b, a)
     scaling, scaling_gap        the same with h′ = g(αa, b/α), one row per α
+    balanced, balanced_swapped, balanced_gap, balanced_placed, balanced_placed_gap
+                                exchange and placement in the balanced gauge: Σ h̃² and Σ h̃′², Σ (h̃ − h̃′)² with
+                                h̃ = g(a, βb)/β and h̃′ = g(βb, a)/β or g(aβb, 1)/β, one β a neuron
     repaired, repaired_swapped, repaired_gap
                                 Σ h², Σ h′², Σ (h − h′)² of exchange with b taken from another neuron, one row per draw
     placement, placement_gap    the same with h′ = g(ab, 1)
@@ -37,14 +40,14 @@ DEFAULT_ALPHAS = (-1.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 QUADRANTS = ("pp", "pn", "np", "nn")
 N_BLOCKS = 32
 """Blocks of consecutive sequences that the jackknife leaves out one by one."""
-RATIO_BINS = 8192
-"""Equal bins on [0, 1] that hold the per-token exchange asymmetry: a median read from them is off by at most 1/8192."""
+RATIO_BINS = 4096
+"""Equal bins on [0, 1] that hold the asymmetries of single tokens: a median read from them is off by at most 1/4096."""
 TILE = 64
 """Tokens worked on at a time: few enough to stay in a core's cache and to be summed safely in float32."""
 
 _PER_NEURON = (
     *("a", "b", "aa", "bb", "ab", "hh", "exchange", "exchange_gap", "placement", "placement_gap"),
-    *("euler", "h_ab", "abab"),
+    *("balanced", "balanced_swapped", "balanced_gap", "balanced_placed", "balanced_placed_gap", "euler", "h_ab", "abab"),
     *(f"count_{quadrant}" for quadrant in QUADRANTS),
     *(f"energy_{quadrant}" for quadrant in QUADRANTS),
 )
@@ -66,13 +69,28 @@ class Layout:
 
     @cached_property
     def rows(self) -> dict[str, slice]:
-        counts = {name: 1 for name in _PER_NEURON}
-        counts |= {name: len(self.alphas) for name in _PER_ALPHA} | {name: self.draws for name in _PER_DRAW}
+        counts = dict.fromkeys(_PER_NEURON, 1)
+        counts |= dict.fromkeys(_PER_ALPHA, len(self.alphas)) | dict.fromkeys(_PER_DRAW, self.draws)
         rows, start = {}, 0
         for name, count in counts.items():
             rows[name] = slice(start, start + count)
             start += count
         return rows
+
+    @property
+    def token_measures(self) -> tuple[str, ...]:
+        """The measures that are also taken token by token, pooled over the neurons of the layer.
+
+        Each is a ratio r = gap / (2·energy of both versions) in [0, 1]; for the Euler residual ρ it is ρ²/(1 + ρ²).
+        """
+        return (
+            "exchange",
+            "balanced",
+            "placement",
+            "balanced_placed",
+            "euler",
+            *(f"scaling {alpha:g}" for alpha in self.alphas),
+        )
 
     @property
     def size(self) -> int:
@@ -103,7 +121,8 @@ class Moments:
     Attributes:
         neuron: the sums of each neuron, [moment, d_mlp].
         pooled: the same sums pooled with the value weights w_j, by jackknife block, [moment, block].
-        token_ratios: histogram over tokens of the exchange asymmetry of that token pooled over neurons, [RATIO_BINS].
+        token_ratios: for each of ``layout.token_measures``, the histogram over tokens of that token's own asymmetry,
+            pooled over neurons, [measure, RATIO_BINS].
         top_energy: the largest Σ_j w_j h_j² of a single token.
         n_tokens: tokens counted.
         n_sequences: sequences that gave at least one counted token.
@@ -111,7 +130,7 @@ class Moments:
 
     neuron: Sums
     pooled: Sums
-    token_ratios: Int64[Tensor, " bin"]
+    token_ratios: Int64[Tensor, "measure bin"]
     top_energy: float
     n_tokens: int
     n_sequences: int
@@ -121,7 +140,8 @@ class Moments:
         def zeros(columns: int) -> Sums:
             return Sums(layout, torch.zeros(layout.size, columns, dtype=torch.float64))
 
-        return cls(zeros(d_mlp), zeros(N_BLOCKS), torch.zeros(RATIO_BINS, dtype=torch.int64), 0.0, 0, 0)
+        ratios = torch.zeros(len(layout.token_measures), RATIO_BINS, dtype=torch.int64)
+        return cls(zeros(d_mlp), zeros(N_BLOCKS), ratios, 0.0, 0, 0)
 
     @classmethod
     def of(
@@ -131,6 +151,7 @@ class Moments:
         *,
         unit: Unit,
         value_weight: Float64[Tensor, " d_mlp"],
+        balance: Float64[Tensor, " d_mlp"],
         layout: Layout,
         partners: Int64[Tensor, "draw d_mlp"],
         block: int,
@@ -142,28 +163,32 @@ class Moments:
             b: up pre-activations.
             unit: g.
             value_weight: w_j = ‖v_j‖².
+            balance: β_j, the rescaling of k that brings it to the size and the side of q.
             layout: which scales and how many draws to follow.
             partners: for each draw, the neuron whose b is paired with each neuron's a.
             block: jackknife block of the sequence, below ``N_BLOCKS``.
         """
         n_tokens, d_mlp = a.shape
         neuron = torch.zeros(layout.size, d_mlp, dtype=torch.float64, device=a.device)
-        ratios, top_energy = torch.zeros(RATIO_BINS, dtype=torch.int64, device=a.device), 0.0
         wide = torch.promote_types(a.dtype, torch.float32)
-        weight = value_weight.to(device=a.device, dtype=wide)
+        tile_of = _Tile(unit, layout, value_weight.to(a.device, wide), balance.to(a.device, wide), partners)
+        ratios, top_energy = [], 0.0
         for tile_a, tile_b in zip(a.to(wide).split(TILE), b.to(wide).split(TILE), strict=True):
-            rows, energy, change = _tile(tile_a, tile_b, unit, weight, layout, partners)
+            rows, token_ratio, token_energy = tile_of(tile_a, tile_b)
             neuron += rows
-            ratios += _histogram(change, energy)
-            top_energy = max(top_energy, float(energy[0].max()))
+            ratios.append(token_ratio)
+            top_energy = max(top_energy, float(token_energy.max()))
         neuron = neuron.cpu()
         pooled = torch.zeros(layout.size, N_BLOCKS, dtype=torch.float64)
         pooled[:, block] = neuron @ value_weight.cpu()
-        return cls(Sums(layout, neuron), Sums(layout, pooled), ratios.cpu(), top_energy, n_tokens, 1)
+        histogram = _histogram(torch.cat(ratios, dim=1)).cpu()
+        return cls(Sums(layout, neuron), Sums(layout, pooled), histogram, top_energy, n_tokens, 1)
 
     def __add__(self, other: "Moments") -> "Moments":
-        if self.neuron.layout != other.neuron.layout:
-            raise ValueError(f"moments of different layouts do not add: {self.neuron.layout}, {other.neuron.layout}")
+        if self.neuron.layout != other.neuron.layout or self.neuron.values.shape != other.neuron.values.shape:
+            raise ValueError(
+                f"moments of different layouts or widths do not add: {self.neuron.layout}, {other.neuron.layout}"
+            )
         layout = self.neuron.layout
         return Moments(
             Sums(layout, self.neuron.values + other.neuron.values),
@@ -173,6 +198,10 @@ class Moments:
             self.n_tokens + other.n_tokens,
             self.n_sequences + other.n_sequences,
         )
+
+    def token_median(self, measure: str) -> float:
+        """The median over tokens of one of ``layout.token_measures``; NaN where no token had energy."""
+        return histogram_median(self.token_ratios[self.neuron.layout.token_measures.index(measure)])
 
 
 def derangements(d_mlp: int, draws: int, seed: int) -> Int64[Tensor, "draw d_mlp"]:
@@ -190,57 +219,86 @@ def layout_for(unit: Unit, alphas: Sequence[float] = DEFAULT_ALPHAS, draws: int 
     return Layout(tuple(sorted({*map(float, alphas), *unit.limits})), draws)
 
 
-def _tile(
-    a: Float[Tensor, "token d_mlp"],
-    b: Float[Tensor, "token d_mlp"],
-    unit: Unit,
-    weight: Float[Tensor, " d_mlp"],
-    layout: Layout,
-    partners: Int64[Tensor, "draw d_mlp"],
-) -> tuple[Float64[Tensor, "moment d_mlp"], Float[Tensor, "2 token"], Float[Tensor, " token"]]:
-    """Sums of one tile, the token energies of h and of its exchanged form, and the token energy of their difference."""
-    h, swapped, ab = unit(a, b), unit.exchanged(a, b), a * b
-    hh, swapped_squared, gap = h.square(), swapped.square(), (h - swapped).square()
-    token_energy = torch.stack([hh @ weight, swapped_squared @ weight])
-    token_gap = gap @ weight
+@dataclass(frozen=True)
+class _Tile:
+    """Everything that is computed from one tile of tokens."""
 
-    def total(x: Tensor) -> Float64[Tensor, " d_mlp"]:
-        return x.sum(dim=0).double()
+    unit: Unit
+    layout: Layout
+    weight: Float[Tensor, " d_mlp"]
+    balance: Float[Tensor, " d_mlp"]
+    partners: Int64[Tensor, "draw d_mlp"]
 
-    def energy_and_gap(version: Tensor, of: Tensor = h) -> tuple[Tensor, Tensor]:
-        return total(version.square()), total((of - version).square())
+    def __call__(
+        self, a: Float[Tensor, "token d_mlp"], b: Float[Tensor, "token d_mlp"]
+    ) -> tuple[Float64[Tensor, "moment d_mlp"], Float[Tensor, "measure token"], Float[Tensor, " token"]]:
+        """The rows of the table, the per-token ratio of every token measure, and the energy of every token."""
+        unit, h = self.unit, self.unit(a, b)
+        hh, ab = h.square(), a * b
+        token_energy = hh @ self.weight
+        ratios: list[Tensor] = []
 
-    precise_a, precise_b = a.double(), b.double()
-    rows = [total(precise_a), total(precise_b)]
-    rows += [total(precise_a.square()), total(precise_b.square()), total(precise_a * precise_b)]
-    rows += [total(hh), total(swapped_squared), total(gap), *energy_and_gap(unit.placed_outside(a, b))]
-    rows += [total(unit.euler(a, b).square()), total(h * ab), total(ab.square())]
-    a_positive, b_positive = a > 0, b > 0
-    signs = [a_positive & b_positive, a_positive & ~b_positive, ~a_positive & b_positive, ~(a_positive | b_positive)]
-    rows += [total(sign.to(a.dtype)) for sign in signs] + [total(hh * sign) for sign in signs]
-    scaled = [energy_and_gap(unit.scaled(a, b, alpha)) for alpha in layout.alphas]
-    rows += [energy for energy, _ in scaled] + [change for _, change in scaled]
-    repaired = []
-    for partner in partners:
-        before, after = unit(a, b[:, partner]), unit.exchanged(a, b[:, partner])
-        repaired.append((total(before.square()), *energy_and_gap(after, of=before)))
-    rows += [sums[kind] for kind in range(3) for sums in repaired]
-    return torch.stack(rows), token_energy, token_gap
+        def compared(changed: Tensor, of: Tensor = h, ratio: bool = True) -> tuple[Tensor, Tensor]:
+            """Σ h′² and Σ (h − h′)² by neuron; the ratio of every token is kept aside."""
+            energy, gap = changed.square(), (of - changed).square()
+            if ratio:
+                ratios.append(gap @ self.weight / (2 * (token_energy + energy @ self.weight)))
+            return _total(energy), _total(gap)
+
+        precise_a, precise_b = a.double(), b.double()
+        rows = [_total(precise_a), _total(precise_b)]
+        rows += [_total(precise_a.square()), _total(precise_b.square()), _total(precise_a * precise_b), _total(hh)]
+        rows += compared(unit.exchanged(a, b))
+        balanced_b = self.balance * b
+        base = unit(a, balanced_b) / self.balance
+        balanced = [_total(base.square()), *compared(unit.exchanged(a, balanced_b) / self.balance, of=base)]
+        rows += compared(unit.placed_outside(a, b))
+        balanced += compared(unit.placed_outside(a, balanced_b) / self.balance, of=base)
+        euler = unit.euler(a, b).square()
+        token_euler = euler @ self.weight
+        ratios.append(token_euler / (token_euler + token_energy))
+        rows += [*balanced, _total(euler), _total(h * ab), _total(ab.square())]
+        rows += self._quadrants(a, b, hh)
+        scaled = [compared(unit.scaled(a, b, alpha)) for alpha in self.layout.alphas]
+        rows += [energy for energy, _ in scaled] + [gap for _, gap in scaled]
+        repaired = []
+        for partner in self.partners:
+            other = b[:, partner]
+            before = unit(a, other)
+            repaired.append((_total(before.square()), *compared(unit.exchanged(a, other), of=before, ratio=False)))
+        rows += [sums[kind] for kind in range(3) for sums in repaired]
+        return torch.stack(rows), torch.stack(ratios), token_energy
+
+    def _quadrants(self, a: Tensor, b: Tensor, hh: Tensor) -> list[Tensor]:
+        """Counts and energies by the signs of (a, b), in the order of ``QUADRANTS``."""
+        p, q = a > 0, b > 0
+        signs = [p & q, p & ~q, ~p & q, ~(p | q)]
+        return [_total(sign.to(a.dtype)) for sign in signs] + [_total(hh * sign) for sign in signs]
 
 
-def _histogram(change: Float[Tensor, " token"], energy: Float[Tensor, "2 token"]) -> Int64[Tensor, " bin"]:
-    """Counts of the per-token asymmetry; a token without any energy has none and is left out."""
-    ratio = (change / (2 * energy.sum(dim=0))).double()
-    bins = (ratio[ratio.isfinite()] * RATIO_BINS).long().clamp(0, RATIO_BINS - 1)
-    return torch.bincount(bins, minlength=RATIO_BINS)
+def _total(x: Float[Tensor, "token d_mlp"]) -> Float64[Tensor, " d_mlp"]:
+    return x.sum(dim=0).double()
+
+
+def _histogram(ratios: Float[Tensor, "measure token"]) -> Int64[Tensor, "measure bin"]:
+    """Counts by bin; a token without any energy has no ratio and is left out."""
+    n_measures = len(ratios)
+    bins = (ratios.double() * RATIO_BINS).nan_to_num(nan=-1).long().clamp(max=RATIO_BINS - 1)
+    flat = bins + RATIO_BINS * torch.arange(n_measures, device=bins.device)[:, None]
+    counts = torch.bincount(flat[bins >= 0], minlength=n_measures * RATIO_BINS)
+    return counts.reshape(n_measures, RATIO_BINS)
 
 
 def histogram_median(counts: Int64[Tensor, " bin"]) -> float:
-    """The median of the histogrammed values, linear within its bin; NaN when nothing was counted."""
+    """The median of the histogrammed values in [0, 1], evenly spread within their bins; NaN when nothing was counted."""
     total = int(counts.sum())
     if total == 0:
         return math.nan
-    below = counts.cumsum(0)
-    index = int(torch.searchsorted(below, (total + 1) // 2))
-    before = int(below[index] - counts[index])
-    return (index + (total / 2 - before) / int(counts[index])) / len(counts)
+    cumulative = counts.cumsum(0)
+
+    def value_of_rank(rank: int) -> float:
+        index = int(torch.searchsorted(cumulative, rank + 1))
+        before, inside = int(cumulative[index] - counts[index]), int(counts[index])
+        return (index + (rank - before + 0.5) / inside) / len(counts)
+
+    return (value_of_rank((total - 1) // 2) + value_of_rank(total // 2)) / 2

@@ -26,10 +26,10 @@ def first_moments(moments: Moments) -> dict[str, Float64[Tensor, " d_mlp"]]:
     """mean_a, mean_b, std_a, std_b (population) and corr_ab of each neuron; corr is NaN where a or b is constant."""
     n, sums = moments.n_tokens, moments.neuron
     mean_a, mean_b = sums["a"] / n, sums["b"] / n
-    variance_a = (sums["aa"] / n - mean_a.square()).clamp(min=0)
-    variance_b = (sums["bb"] / n - mean_b.square()).clamp(min=0)
+    variance_a, variance_b = _variance(sums["aa"] / n, mean_a), _variance(sums["bb"] / n, mean_b)
     covariance = sums["ab"] / n - mean_a * mean_b
-    correlation = (covariance / (variance_a * variance_b).sqrt()).clamp(-1, 1)
+    scale = (variance_a * variance_b).sqrt()
+    correlation = torch.where(scale > 0, covariance / scale, torch.nan).clamp(-1, 1)
     return {
         "mean_a": mean_a,
         "mean_b": mean_b,
@@ -37,6 +37,12 @@ def first_moments(moments: Moments) -> dict[str, Float64[Tensor, " d_mlp"]]:
         "std_b": variance_b.sqrt(),
         "corr_ab": correlation,
     }
+
+
+def _variance(square: Float64[Tensor, " d_mlp"], mean: Float64[Tensor, " d_mlp"]) -> Float64[Tensor, " d_mlp"]:
+    """E[x²] − E[x]², and 0 where that is no more than the rounding of its terms."""
+    variance = square - mean.square()
+    return torch.where(variance > 1e-13 * square, variance, 0.0)
 
 
 def gaussian_exchange(

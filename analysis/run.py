@@ -156,9 +156,10 @@ def _add(first: Run, second: Run) -> Run:
         index: Layer(layer.unit, layer.moments + second.layers[index].moments, layer.geometry, layer.gain)
         for index, layer in first.layers.items()
     }
-    record = {"merged_from": first.record.get("merged_from", [first.record]) + [second.record]}
-    acceptance = tuple(max(pair, key=lambda check: check["value"]) for pair in zip(first.acceptance, second.acceptance))
-    return Run(layers, first.model, first.settings, first.corpus + second.corpus, acceptance, first.skipped, record)
+    record = {"merged_from": [*first.record.get("merged_from", [first.record]), second.record]}
+    pairs = zip(first.acceptance, second.acceptance, strict=True)
+    worst = tuple(max(pair, key=lambda check: check["value"]) for pair in pairs)
+    return Run(layers, first.model, first.settings, first.corpus + second.corpus, worst, first.skipped, record)
 
 
 def _overlap(first: Record, second: Record) -> bool:
@@ -213,4 +214,3 @@ def _read_layer(tensors: dict[str, Tensor], index: int, described: Record, setti
         n_sequences,
     )
     return Layer(unit, moments, Geometry(**geometry), described["norm_gain"])
-

@@ -1,0 +1,1 @@
+"""Models, texts, and the hooks that read one with the other."""

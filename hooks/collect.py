@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,16 +17,17 @@ from torch import Tensor
 from tqdm import tqdm
 from transformer_lens.hook_points import HookPoint
 
+from analysis import __version__
 from analysis.errors import UserError
 from analysis.geometry import Geometry
-from analysis.moments import DEFAULT_ALPHAS, N_BLOCKS, TILE, Moments, derangements, layout_for
+from analysis.moments import DEFAULT_ALPHAS, N_BLOCKS, TILE, Layout, Moments, derangements, layout_for
 from analysis.run import Layer, Run
 from hooks.corpus import Corpus, Window
 from hooks.models import LoadedModel
 from hooks.sites import Site
 
 DEFAULT_BATCH = 8
-VERSIONED = ("gated-mlp-symmetry", "torch", "transformer-lens", "transformers", "numpy")
+VERSIONED = ("torch", "transformer-lens", "transformers", "numpy")
 
 HookFunction = Callable[[Tensor, HookPoint], None]
 Reduce = Callable[[Float[Tensor, "batch pos d_mlp"], Float[Tensor, "batch pos d_mlp"]], None]
@@ -66,7 +66,7 @@ def analyze(
         model,
         corpus,
         sites,
-        weights={layer: found.value_weight for layer, found in geometry.items()},
+        geometry,
         alphas=alphas,
         draws=draws,
         batch_size=batch_size,
@@ -91,7 +91,8 @@ def analyze(
         "batch_size": batch_size,
         "wall_time_s": round(time.perf_counter() - started, 2),
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {name: version(name) for name in VERSIONED} | {"python": platform.python_version()},
+        "versions": {"gated-mlp-symmetry": __version__, "python": platform.python_version()}
+        | {name: version(name) for name in VERSIONED},
     }
     return Run(found, model.description, settings, (corpus.description,), model.acceptance, skipped, record)
 
@@ -114,8 +115,8 @@ def collect(
     model: LoadedModel,
     corpus: Corpus,
     sites: dict[int, Site],
+    geometry: dict[int, Geometry],
     *,
-    weights: dict[int, Tensor],
     alphas: Sequence[float] = DEFAULT_ALPHAS,
     draws: int = 1,
     batch_size: int = DEFAULT_BATCH,
@@ -128,7 +129,7 @@ def collect(
     for layer, site in sites.items():
         layout, d_mlp = layout_for(site.unit, alphas, draws), site.q.shape[0]
         totals[layer] = Moments.empty(d_mlp, layout)
-        observers[layer] = _observer(site, weights[layer], layout, derangements(d_mlp, draws, seed + layer))
+        observers[layer] = _observer(site, geometry[layer], layout, derangements(d_mlp, draws, seed + layer))
     with tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar:
         for batch in _batches(corpus.windows, batch_size):
 
@@ -148,9 +149,7 @@ def collect(
     return totals
 
 
-def forward(
-    model: LoadedModel, batch: Sequence[Window], hooks: list[tuple[str, HookFunction]], last_layer: int
-) -> None:
+def forward(model: LoadedModel, batch: Sequence[Window], hooks: list[tuple[str, HookFunction]], last_layer: int) -> None:
     """One hooked pass, without the unembedding and without the layers after the last one that is read."""
     tokens, mask = _padded(batch)
     tokens = tokens.to(model.device)
@@ -165,9 +164,18 @@ def forward(
         raise UserError(f"out of GPU memory with {len(batch)} windows a batch: use a smaller --batch-size") from error
 
 
-def _observer(site: Site, weight: Tensor, layout: Any, partners: Tensor) -> Callable[[Tensor, Tensor, int], Moments]:
+def _observer(site: Site, geometry: Geometry, layout: Layout, partners: Tensor) -> Callable[[Tensor, Tensor, int], Moments]:
     def observe(a: Float[Tensor, "token d_mlp"], b: Float[Tensor, "token d_mlp"], block: int) -> Moments:
-        return Moments.of(a, b, unit=site.unit, value_weight=weight, layout=layout, partners=partners, block=block)
+        return Moments.of(
+            a,
+            b,
+            unit=site.unit,
+            value_weight=geometry.value_weight,
+            balance=geometry.balance,
+            layout=layout,
+            partners=partners,
+            block=block,
+        )
 
     return observe
 
@@ -214,4 +222,6 @@ def _watched() -> bool:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
+    )

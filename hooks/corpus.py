@@ -4,7 +4,7 @@ A document is cut into consecutive windows of ``context`` tokens, each beginning
 window is one sequence: nothing is read across its edge. Windows are numbered over the whole corpus, and a shard K/N takes
 those with number ≡ K (mod N), so that shards can be analyzed apart and merged.
 
-The first ``skip_positions`` positions are fed but not counted, because the first token of a sequence often carries a massive
+The first ``skip_positions`` positions are fed but not counted, because a sequence's first token often carries a massive
 activation. So does every repetition of it that follows at once: attention over identical tokens returns what the first one
 returned, and the state at position 1 of "\\n\\n" equals that at position 0. Such a leading run is not counted either.
 """
@@ -145,7 +145,7 @@ def _first_counted(tokens: Int64[Tensor, " pos"], skip_positions: int) -> int:
 def _documents(source: str, characters: int | None) -> Iterator[str]:
     path = Path(source).expanduser()
     if source == SAMPLE:
-        yield files("hooks").joinpath("sample.txt").read_text(encoding="utf-8")
+        yield sample_text()
     elif path.is_file():
         yield _read_file(path, characters)
     else:
@@ -182,6 +182,11 @@ def _dataset(source: str) -> Iterator[str]:
     except Exception as error:  # the library and the network raise many kinds; none is a bug of ours
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{source} is neither a text file nor a dataset that can be read ({reason})") from error
+
+
+def sample_text() -> str:
+    """The text written for this project: many registers, code, arithmetic, lists, and three other languages."""
+    return files("hooks").joinpath("sample.txt").read_text(encoding="utf-8")
 
 
 def _parse_shard(shard: str) -> tuple[int, int]:

@@ -19,11 +19,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components import MoEBridge
 
 from analysis.activations import ACTIVATIONS, ALIASES
 from analysis.units import GatedUnit, Unit
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 """Relative error below which two computations of one quantity agree, by dtype of the model."""
 OUTPUT_SLACK = 10
 """The output of the MLP sums d_mlp rounded products: its error may be this much larger."""
@@ -67,20 +68,20 @@ class Site:
         return _hooks(self.layer)["h"]
 
 
-class NotASite(Exception):
+class NotASiteError(Exception):
     """Why a layer is not analysed."""
 
 
 def find_sites(bridge: TransformerBridge, probe: Int[Tensor, "batch pos"]) -> tuple[dict[int, Site], dict[int, str]]:
     """Every layer that proves itself on the probe, and for every other layer the reason why not."""
     names = [name for layer in range(len(bridge.blocks)) for name in _hooks(layer).values()]
-    names += [f"blocks.{layer}.{norm}.{end}" for layer in range(len(bridge.blocks)) for norm, end in _norm_hooks(bridge, layer)]
+    names += [name for layer in range(len(bridge.blocks)) for name in _norm_hooks(bridge, layer)]
     seen, fired = _capture(bridge, probe, [name for name in names if name in bridge.hook_dict])
     sites, skipped = {}, {}
     for layer in range(len(bridge.blocks)):
         try:
             sites[layer] = _prove(bridge, layer, seen, fired)
-        except NotASite as reason:
+        except NotASiteError as reason:
             skipped[layer] = str(reason)
     return sites, skipped
 
@@ -88,8 +89,10 @@ def find_sites(bridge: TransformerBridge, probe: Int[Tensor, "batch pos"]) -> tu
 def describe_blocks(bridge: TransformerBridge) -> str:
     """What a model without any gated layer has instead, in one clause."""
     mlps = [getattr(block, "mlp", None) for block in bridge.blocks]
-    if all(mlp is not None and hasattr(mlp, "in") and not hasattr(mlp, "gate") for mlp in mlps):
-        return "its MLPs are static key-value memories σ(xKᵀ)V, in which there is no second factor to exchange"
+    if all(hasattr(mlp, "in") and not hasattr(mlp, "gate") for mlp in mlps):
+        return "its MLPs are static key-value memories σ(xKᵀ)V, in which there is no key to exchange with the query"
+    if any(isinstance(mlp, MoEBridge) for mlp in mlps):
+        return "its MLPs are mixtures of experts, whose gate is a router"
     return "its layers were skipped"
 
 
@@ -103,8 +106,9 @@ def _norms(block: nn.Module) -> list[str]:
     return [name for name in ("ln2", "ln1") if getattr(block, name, None) is not None]
 
 
-def _norm_hooks(bridge: TransformerBridge, layer: int) -> list[tuple[str, str]]:
-    return [(norm, end) for norm in _norms(bridge.blocks[layer]) for end in ("hook_in", "hook_out")]
+def _norm_hooks(bridge: TransformerBridge, layer: int) -> list[str]:
+    norms = _norms(bridge.blocks[layer])
+    return [f"blocks.{layer}.{norm}.{end}" for norm in norms for end in ("hook_in", "hook_out")]
 
 
 def _capture(
@@ -129,16 +133,16 @@ def _prove(bridge: TransformerBridge, layer: int, seen: dict[str, Tensor], fired
     (q, q_bias), (k, k_bias), (v, v_bias) = (_linear(mlp, part) for part in ("gate", "in", "out"))
     v = v.T
     if not q.shape == k.shape or v.shape[0] != q.shape[0]:
-        raise NotASite(f"gate {_size(q)}, up {_size(k)} and down {_size(v.T)} weights do not fit one gated unit")
+        raise NotASiteError(f"gate {_size(q)}, up {_size(k)} and down {_size(v.T)} weights do not fit one gated unit")
     if q.shape[0] < 2:
-        raise NotASite("it has one neuron, and re-pairing needs another")
+        raise NotASiteError("it has one neuron, and re-pairing needs another")
     for symbol, name in _hooks(layer).items():
         if fired[name] != 1:
-            raise NotASite(f"{name} ({symbol}) fired {fired[name]} times in one pass, expected once")
+            raise NotASiteError(f"{name} ({symbol}) fired {fired[name]} times in one pass, expected once")
     x, a, b, h, y = (seen[_hooks(layer)[symbol]] for symbol in "xabhy")
     for symbol, tensor in (("a", a), ("b", b), ("h", h)):
         if tensor.shape[-1] != q.shape[0]:
-            raise NotASite(f"{symbol} is {tensor.shape[-1]} wide, expected d_mlp = {q.shape[0]}")
+            raise NotASiteError(f"{symbol} is {tensor.shape[-1]} wide, expected d_mlp = {q.shape[0]}")
     unit, identity_error = _identify(a, b, h, bridge.original_model.config)
     limit = OUTPUT_SLACK * TOLERANCE[h.dtype]
     wide = torch.promote_types(h.dtype, torch.float32)
@@ -146,7 +150,7 @@ def _prove(bridge: TransformerBridge, layer: int, seen: dict[str, Tensor], fired
     output = nn.functional.linear(unit(pre_a, pre_b), v.T.to(wide), _to(v_bias, wide))
     output_error = max(_relative_error(output, y), _relative_error(output, _original(mlp, x)))
     if not output_error <= limit:
-        raise NotASite(f"MLP output from q, k, v is off by {output_error:.1e} (limit {limit:.0e})")
+        raise NotASiteError(f"MLP output from q, k, v is off by {output_error:.1e} (limit {limit:.0e})")
     gain, source = _norm_gain(block, layer, x, seen)
     return Site(layer, unit, q.detach(), k.detach(), v.detach(), gain, source, identity_error, output_error)
 
@@ -155,11 +159,11 @@ def _linear(mlp: nn.Module | None, part: str) -> tuple[Tensor, Tensor | None]:
     """Weight [out, in] and bias of a projection of the MLP."""
     projection = getattr(getattr(mlp, part, None), "original_component", None)
     if not isinstance(projection, nn.Linear):
-        kind = "no MLP" if mlp is None else type(getattr(mlp, "original_component", mlp)).__name__
+        kind = "the block" if mlp is None else type(getattr(mlp, "original_component", mlp)).__name__
         what = "nothing" if projection is None else type(projection).__name__
-        raise NotASite(f"{kind} has {what} where a gated MLP has its {part} projection")
+        raise NotASiteError(f"{kind} has {what} where a gated MLP has its {part} projection")
     if projection.weight.dtype not in TOLERANCE:
-        raise NotASite(f"{part} weights are stored as {projection.weight.dtype}: load them dequantized")
+        raise NotASiteError(f"{part} weights are stored as {projection.weight.dtype}: load them dequantized")
     return projection.weight, projection.bias
 
 
@@ -172,7 +176,7 @@ def _identify(a: Tensor, b: Tensor, h: Tensor, config: Any) -> tuple[Unit, float
     best = min(range(len(units)), key=errors.__getitem__)
     limit = TOLERANCE[h.dtype]
     if not errors[best] <= limit:
-        raise NotASite(
+        raise NotASiteError(
             f"h is not σ(a)·b for any known σ (nearest {units[best].name}, off by {errors[best]:.1e}, limit {limit:.0e}; "
             f"the model says {', '.join(configured) or 'nothing'})"
         )
@@ -192,7 +196,7 @@ def _original(mlp: Any, x: Float[Tensor, "token d_model"]) -> Float[Tensor, "tok
 
 
 def _norm_gain(block: nn.Module, layer: int, x: Tensor, seen: dict[str, Tensor]) -> tuple[Tensor, str]:
-    """The gain γ of the norm whose output x is: γ = weight or 1 + weight, whichever makes x/γ parallel to the norm's input."""
+    """The gain γ of the norm whose output x is: weight or 1 + weight, whichever makes x/γ parallel to the norm's input."""
     for name in _norms(block):
         before, after = (seen.get(f"blocks.{layer}.{name}.{end}") for end in ("hook_in", "hook_out"))
         if before is None or after is None or after.shape != x.shape or not torch.equal(after, x):

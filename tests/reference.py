@@ -7,9 +7,11 @@ over tokens; a measure per layer ("pooled") sums numerator and denominator over 
 weights w_j and divides once.  A ratio with denominator 0 is nan.  At a kink the derivative is
 the one from the left (no measure depends on it: a sigma'(a) - sigma(a) is 0 at a = 0 there).
 """
+
 import math
 import random
-from typing import Callable, NamedTuple, Optional, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 Grid = Sequence[Sequence[float]]  # indexed [token][neuron]
 Vector = Sequence[float]
@@ -21,6 +23,7 @@ QUADRANTS = ("pp", "pn", "np", "nn")  # sign of a, then sign of b; p is > 0, n i
 
 class Comparison(NamedTuple):
     """Asymmetry A and relative change, per neuron and pooled over the layer."""
+
     asymmetry: list[float]
     change: list[float]
     pooled_asymmetry: float
@@ -108,23 +111,19 @@ def _residual(derivative: Grid, h: Grid, w: Vector) -> tuple[list[float], float]
     """sqrt(sum derivative^2 / sum h^2), per neuron and pooled."""
     dd = [dot(column(derivative, j), column(derivative, j)) for j in range(len(w))]
     hh = [dot(column(h, j), column(h, j)) for j in range(len(w))]
-    return ([math.sqrt(ratio(n, d)) for n, d in zip(dd, hh)],
-            math.sqrt(ratio(dot(w, dd), dot(w, hh))))
+    return ([math.sqrt(ratio(n, d)) for n, d in zip(dd, hh)], math.sqrt(ratio(dot(w, dd), dot(w, hh))))
 
 
-def euler_residual(sigma: Scalar, dsigma: Scalar, a: Grid, b: Grid, w: Vector
-                   ) -> tuple[list[float], float]:
+def euler_residual(sigma: Scalar, dsigma: Scalar, a: Grid, b: Grid, w: Vector) -> tuple[list[float], float]:
     """sqrt(sum b^2 (a sigma'(a) - sigma(a))^2 / sum h^2), h = sigma(a) b; (per neuron, pooled)."""
     derivative = apply(lambda x, y: y * (x * dsigma(x) - sigma(x)), a, b)
     return _residual(derivative, apply(gate_unit(sigma), a, b), w)
 
 
-def euler_residual_generic(g: Unit, a: Grid, b: Grid, w: Vector, step: float = 1e-6
-                           ) -> tuple[list[float], float]:
+def euler_residual_generic(g: Unit, a: Grid, b: Grid, w: Vector, step: float = 1e-6) -> tuple[list[float], float]:
     """The same for any g: central difference of g(alpha a, b / alpha) in alpha at alpha = 1."""
     up, down = 1 + step, 1 - step
-    derivative = apply(
-        lambda x, y: (g(up * x, y / up) - g(down * x, y / down)) / (2 * step), a, b)
+    derivative = apply(lambda x, y: (g(up * x, y / up) - g(down * x, y / down)) / (2 * step), a, b)
     return _residual(derivative, apply(g, a, b), w)
 
 
@@ -143,8 +142,9 @@ def bilinear(g: Unit, a: Grid, b: Grid, w: Vector) -> tuple[list[float], list[fl
     return shares, coefficients, ratio(dot(w, explained), dot(w, energies))
 
 
-def quadrants(g: Unit, a: Grid, b: Grid, w: Vector) -> tuple[
-        dict[str, list[float]], dict[str, list[float]], dict[str, float], dict[str, float]]:
+def quadrants(
+    g: Unit, a: Grid, b: Grid, w: Vector
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float], dict[str, float]]:
     """(token share, energy share per neuron; the same two pooled) by sign quadrant of (a, b)."""
     h, n, m = apply(g, a, b), len(a), len(w)
     count = {q: [0.0] * m for q in QUADRANTS}
@@ -160,7 +160,8 @@ def quadrants(g: Unit, a: Grid, b: Grid, w: Vector) -> tuple[
         tokens,
         {q: [ratio(e, s) for e, s in zip(energy[q], total)] for q in QUADRANTS},
         {q: ratio(dot(w, tokens[q]), dot(w, [1.0] * m)) for q in QUADRANTS},
-        {q: ratio(dot(w, energy[q]), dot(w, total)) for q in QUADRANTS})
+        {q: ratio(dot(w, energy[q]), dot(w, total)) for q in QUADRANTS},
+    )
 
 
 def gate_positive(a: Grid, w: Vector) -> tuple[list[float], float]:
@@ -201,14 +202,12 @@ def repaired_null(g: Unit, a: Grid, b: Grid, w: Vector, partner: Sequence[int]) 
     return exchange(g, a, [[row[partner[j]] for j in range(len(w))] for row in b], w)
 
 
-def gaussian_null(g: Unit, m: dict[str, list[float]], w: Vector, n: int, seed: int = 0
-                  ) -> tuple[list[float], float]:
+def gaussian_null(g: Unit, m: dict[str, list[float]], w: Vector, n: int, seed: int = 0) -> tuple[list[float], float]:
     """Exchange asymmetry (per neuron, pooled) for (a, b) bivariate normal with moments m, by
     n draws each (one generator runs through the neurons).  A nan correlation counts as 0."""
     rng, asymmetry, numerators, denominators = random.Random(seed), [], [], []
     for j in range(len(w)):
-        mean_a, mean_b, std_a, std_b, rho = (
-            float(m[key][j]) for key in ("mean_a", "mean_b", "std_a", "std_b", "corr_ab"))
+        mean_a, mean_b, std_a, std_b, rho = (float(m[key][j]) for key in ("mean_a", "mean_b", "std_a", "std_b", "corr_ab"))
         rho = 0.0 if math.isnan(rho) else rho
         rest = math.sqrt(max(0.0, 1 - rho * rho))
         numerator = denominator = 0.0
@@ -228,14 +227,13 @@ def gaussian_null(g: Unit, m: dict[str, list[float]], w: Vector, n: int, seed: i
 def jackknife_se(numerators: Vector, denominators: Vector, skip_empty: bool = False) -> float:
     """Delete-one-block SE of sum N_k / sum D_k.  skip_empty drops the blocks with D_k = 0
     first.  nan with fewer than 2 blocks or an undefined replicate."""
-    blocks = [(float(n), float(d)) for n, d in zip(numerators, denominators)
-              if d != 0 or not skip_empty]
+    blocks = [(float(n), float(d)) for n, d in zip(numerators, denominators) if d != 0 or not skip_empty]
     count = len(blocks)
     if count < 2:
         return math.nan
     replicates = []
     for k in range(count):
-        others = blocks[:k] + blocks[k + 1:]  # N - N_k and D - D_k, without cancellation
+        others = blocks[:k] + blocks[k + 1 :]  # N - N_k and D - D_k, without cancellation
         replicates.append(ratio(math.fsum(n for n, _ in others), math.fsum(d for _, d in others)))
     mean = math.fsum(replicates) / count
     return math.sqrt((count - 1) / count * math.fsum((r - mean) ** 2 for r in replicates))
@@ -246,16 +244,21 @@ def geometry(q: Vector, k: Vector, v: Vector, gain: Vector) -> dict[str, float]:
     q = [float(x) * float(s) for x, s in zip(q, gain)]
     k = [float(x) * float(s) for x, s in zip(k, gain)]
     n_q, n_k, n_v = math.sqrt(dot(q, q)), math.sqrt(dot(k, k)), math.sqrt(dot(v, v))
-    return {"cos_qk": ratio(dot(q, k), n_q * n_k), "cos_qv": ratio(dot(q, v), n_q * n_v),
-            "cos_kv": ratio(dot(k, v), n_k * n_v), "norm_q": n_q, "norm_k": n_k, "norm_v": n_v,
-            "score": n_q * n_k * n_v}
+    return {
+        "cos_qk": ratio(dot(q, k), n_q * n_k),
+        "cos_qv": ratio(dot(q, v), n_q * n_v),
+        "cos_kv": ratio(dot(k, v), n_k * n_v),
+        "norm_q": n_q,
+        "norm_k": n_k,
+        "norm_v": n_v,
+        "score": n_q * n_k * n_v,
+    }
 
 
 def geometry_layer(neurons: Sequence[dict[str, float]]) -> tuple[float, float]:
     """(mean |cos(q, k)|, max score / median score) over the layer's neurons."""
     scores = [x["score"] for x in neurons]
-    return (math.fsum(abs(x["cos_qk"]) for x in neurons) / len(neurons),
-            ratio(max(scores), median(scores)))
+    return (math.fsum(abs(x["cos_qk"]) for x in neurons) / len(neurons), ratio(max(scores), median(scores)))
 
 
 def sigmoid(z: float) -> float:
@@ -267,8 +270,7 @@ def sigmoid(z: float) -> float:
 
 def _gated(u: Scalar, du: Scalar) -> tuple[Scalar, Scalar]:
     """z sigmoid(u(z)) and its derivative."""
-    return (lambda z: z * sigmoid(u(z)),
-            lambda z: sigmoid(u(z)) + z * du(z) * sigmoid(u(z)) * sigmoid(-u(z)))
+    return (lambda z: z * sigmoid(u(z)), lambda z: sigmoid(u(z)) + z * du(z) * sigmoid(u(z)) * sigmoid(-u(z)))
 
 
 def normal_cdf(z: float) -> float:
@@ -278,22 +280,25 @@ def normal_cdf(z: float) -> float:
 
 ROOT = math.sqrt(2 / math.pi)  # gelu tanh: 0.5 z (1 + tanh(u)) = z sigmoid(2 u)
 # name -> (sigma, sigma', slopes at zero, slopes at infinity); None where a slope diverges.
-ACTIVATIONS: dict[str, tuple[Scalar, Scalar, Optional[Slopes], Optional[Slopes]]] = {
+ACTIVATIONS: dict[str, tuple[Scalar, Scalar, Slopes | None, Slopes | None]] = {
     "identity": (lambda z: z, lambda z: 1.0, (1.0, 1.0), (1.0, 1.0)),
     "relu": (lambda z: max(z, 0.0), lambda z: 1.0 if z > 0 else 0.0, (0.0, 1.0), (0.0, 1.0)),
-    "leaky_relu": (lambda z: z if z > 0 else 0.01 * z, lambda z: 1.0 if z > 0 else 0.01,
-                   (0.01, 1.0), (0.01, 1.0)),
+    "leaky_relu": (lambda z: z if z > 0 else 0.01 * z, lambda z: 1.0 if z > 0 else 0.01, (0.01, 1.0), (0.01, 1.0)),
     "relu_squared": (lambda z: max(z, 0.0) ** 2, lambda z: 2 * max(z, 0.0), (0.0, 0.0), None),
-    "gelu": (lambda z: z * normal_cdf(z),
-             lambda z: normal_cdf(z) + z * math.exp(-z * z / 2) / math.sqrt(2 * math.pi),
-             (0.5, 0.5), (0.0, 1.0)),
-    "gelu_tanh": (*_gated(lambda z: 2 * ROOT * (z + 0.044715 * z ** 3),
-                           lambda z: 2 * ROOT * (1 + 3 * 0.044715 * z * z)),
-                  (0.5, 0.5), (0.0, 1.0)),
+    "gelu": (
+        lambda z: z * normal_cdf(z),
+        lambda z: normal_cdf(z) + z * math.exp(-z * z / 2) / math.sqrt(2 * math.pi),
+        (0.5, 0.5),
+        (0.0, 1.0),
+    ),
+    "gelu_tanh": (
+        *_gated(lambda z: 2 * ROOT * (z + 0.044715 * z**3), lambda z: 2 * ROOT * (1 + 3 * 0.044715 * z * z)),
+        (0.5, 0.5),
+        (0.0, 1.0),
+    ),
     "quick_gelu": (*_gated(lambda z: 1.702 * z, lambda z: 1.702), (0.5, 0.5), (0.0, 1.0)),
     "silu": (*_gated(lambda z: z, lambda z: 1.0), (0.5, 0.5), (0.0, 1.0)),
     "sigmoid": (sigmoid, lambda z: sigmoid(z) * sigmoid(-z), None, (0.0, 0.0)),
     "tanh": (math.tanh, lambda z: 4 * sigmoid(2 * z) * sigmoid(-2 * z), (1.0, 1.0), (0.0, 0.0)),
-    "softplus": (lambda z: max(z, 0.0) + math.log1p(math.exp(-abs(z))), sigmoid,
-                 None, (0.0, 1.0)),
+    "softplus": (lambda z: max(z, 0.0) + math.log1p(math.exp(-abs(z))), sigmoid, None, (0.0, 1.0)),
 }

@@ -1,0 +1,148 @@
+"""Measure how gated MLPs break the symmetries of rank-1 bilinear attention: the command line.
+
+Arguments become a model, a model and a text become a run, a run becomes a directory. No mathematics is done here.
+Exit codes: 0 done, 1 a check of the model failed (files are written and say which), 2 bad input, 130 interrupted.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from analysis.directory import check_writable
+from analysis.errors import UserError
+from hooks.builtin import BUILTINS, DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from analysis.run import Run
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+Model = Annotated[str, typer.Argument(help="Built-in name, hub id (org/name), directory, or .gguf file.")]
+Out = Annotated[Path | None, typer.Option(help="Directory to write; default out/<model>.")]
+Force = Annotated[bool, typer.Option("--force", help="Write into a directory that holds something else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+@contextmanager
+def errors_reported() -> Iterator[None]:
+    """One line and exit code 2 for a user's mistake; 130 for Ctrl-C."""
+    try:
+        yield
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        print("interrupted: nothing was written", file=sys.stderr)
+        raise typer.Exit(130) from error
+
+
+@app.command()
+@errors_reported()
+def analyze(
+    model: Model = DEFAULT_MODEL,
+    corpus: Annotated[
+        str, typer.Option(help="'sample', a text file, or a dataset: name[:configuration][:split].")
+    ] = "sample",
+    tokens: Annotated[int, typer.Option(min=1, help="Stop reading after this many tokens.")] = 20_000,
+    layers: Annotated[str | None, typer.Option(help="Layers to analyze, like 0-5,11; default all.")] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in a window, BOS included.")] = 256,
+    skip_positions: Annotated[int, typer.Option(min=0, help="Leading positions fed but not counted.")] = 1,
+    alphas: Annotated[str, typer.Option(help="Scales α of (αa, b/α).")] = "-1,0.125,0.25,0.5,2,4,8",
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 8,
+    shard: Annotated[str, typer.Option(help="K/N: read every N-th window from K on; merge the runs afterwards.")] = "0/1",
+    seed: Annotated[int, typer.Option(help="Seed of the re-paired null.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    out: Out = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure every layer and neuron of a model on a text."""
+    directory = out or Path("out") / Path(model).name
+    check_writable(directory, force)
+    wanted, scales = parse_layers(layers), parse_alphas(alphas)
+    from hooks.collect import analyze as collect_run
+    from hooks.models import load_model
+
+    _announce(quiet)
+    subject = load_model(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens, shard=shard)
+    run = collect_run(subject, text, layers=wanted, alphas=scales, batch_size=batch_size, seed=seed, quiet=quiet)
+    _write(run, directory, force, quiet)
+
+
+@app.command()
+@errors_reported()
+def merge(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs of one model on different shards or texts.")],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Add runs of equal provenance: the result is the run of all their tokens together."""
+    check_writable(out, force)
+    from analysis.run import Run
+
+    _write(Run.merge([Run.load(directory) for directory in runs]), out, force, quiet)
+
+
+@app.command()
+def models() -> None:
+    """List the built-in models."""
+    for name, builtin in BUILTINS.items():
+        default = ", the default" if name == DEFAULT_MODEL else ""
+        print(f"{name:14} {builtin.title} ({builtin.megabytes} MB{default}); {builtin.weights_format}; {builtin.license}")
+
+
+def parse_layers(text: str | None) -> list[int] | None:
+    """'0-5,11' as a list of indices."""
+    if text is None:
+        return None
+    chosen: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise UserError(f"layers {text!r} is not a list of indices and ranges: write it like 0-5,11")
+        chosen += range(int(first), int(last or first) + 1)
+    return chosen
+
+
+def parse_alphas(text: str) -> list[float]:
+    """'-1,0.5,2' as a list of scales; 0 and ∞ are limits, added where they exist."""
+    try:
+        scales = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise UserError(f"alphas {text!r} is not a list of numbers: write it like -1,0.5,2") from error
+    if not all(0 < abs(scale) < float("inf") for scale in scales):
+        raise UserError(f"alphas {text!r} must be finite and not 0: the limits are added where they exist")
+    return scales
+
+
+def _write(run: "Run", directory: Path, force: bool, quiet: bool) -> None:
+    from rich.console import Console
+
+    from reports.directory import write_directory
+    from reports.summary import print_summary
+
+    tables = write_directory(run, directory, force)
+    if not quiet:
+        print_summary(run, tables.layers, directory, Console())
+    if not all(check["passed"] for check in run.acceptance):
+        raise typer.Exit(1)
+
+
+def _announce(quiet: bool) -> None:
+    """Let the loading of models say on stderr what it is doing."""
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("hooks").setLevel(logging.ERROR if quiet else logging.INFO)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,175 @@
+"""The real models: SmolLM2-135M-Instruct and Gemma 3 270M, from their packages."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from analysis import measures
+from analysis.run import Run
+from hooks.builtin import BUILTINS, builtin_directory
+from hooks.collect import analyze
+from hooks.models import LoadedModel, load_model
+from reports.tables import layers_table, neurons_table
+
+pytestmark = pytest.mark.real
+ROOT = Path(__file__).parent.parent
+
+
+def generate(model: LoadedModel, prompt: str, n_tokens: int) -> str:
+    ids = torch.tensor(
+        [[*([] if model.bos is None else [model.bos]), *model.tokenizer(prompt, add_special_tokens=False).input_ids]]
+    )
+    with torch.no_grad():
+        for _ in range(n_tokens):
+            ids = torch.cat([ids, model.bridge.original_model(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return model.tokenizer.decode(ids[0])
+
+
+def test_they_are_the_real_models(smollm2: LoadedModel, gemma3: LoadedModel) -> None:
+    assert "Paris" in generate(smollm2, "The capital of France is", 3)
+    assert "Paris" in generate(gemma3, "Rome is the capital of Italy. The capital of France is", 3)
+    for model in (smollm2, gemma3):
+        assert "dequantized" in model.description["weights"]
+        assert model.skipped == {}
+        assert all(check["passed"] for check in model.acceptance)
+
+
+@pytest.fixture(scope="module")
+def smollm2_run(smollm2: LoadedModel) -> Run:
+    return analyze(smollm2, smollm2.read(max_tokens=3000), quiet=True)
+
+
+def test_streamed_moments_are_those_of_cached_activations(smollm2: LoadedModel, smollm2_run: Run) -> None:
+    """Every a, b and h of four layers, kept from the plain Hugging Face model, summed in float64."""
+    plain = AutoModelForCausalLM.from_pretrained(builtin_directory(BUILTINS["smollm2-135m"])).eval()
+    cache: dict[tuple[int, str], list[Tensor]] = {}
+
+    def keep(layer: int, name: str, tensor: Tensor) -> None:
+        cache.setdefault((layer, name), []).append(tensor[0].double())
+
+    layers = (0, 11, 15, 28)
+    for layer in layers:
+        mlp = plain.model.layers[layer].mlp
+        mlp.gate_proj.register_forward_hook(lambda *call, layer=layer: keep(layer, "a", call[-1]))
+        mlp.up_proj.register_forward_hook(lambda *call, layer=layer: keep(layer, "b", call[-1]))
+        mlp.down_proj.register_forward_pre_hook(lambda _, inputs, layer=layer: keep(layer, "h", inputs[0]))
+    windows = smollm2.read(max_tokens=3000).windows
+    with torch.no_grad():
+        for window in windows:
+            plain(window.tokens[None])
+    for layer in layers:
+        a, b, h = (
+            torch.cat([x[w.counted_from :] for w, x in zip(windows, cache[layer, name], strict=True)]) for name in "abh"
+        )
+        torch.testing.assert_close(functional.silu(a) * b, h, rtol=1e-5, atol=1e-5)
+        swapped, doubled, sums = (
+            functional.silu(b) * a,
+            functional.silu(2 * a) * b / 2,
+            smollm2_run.layers[layer].moments.neuron,
+        )
+        expected = {
+            "a": a, "b": b, "aa": a * a, "ab": a * b, "hh": h * h, "exchange": swapped**2, "exchange_gap": (h - swapped) ** 2,
+            "h_ab": h * a * b, "count_pn": ((a > 0) & (b <= 0)).double(),
+        }  # fmt: skip
+        for name, values in expected.items():
+            torch.testing.assert_close(sums[name], values.sum(0), rtol=1e-4, atol=2e-2 if name in "ab" else 1e-3, msg=name)
+        gap = sums["scaling_gap"][sums.layout.alphas.index(2.0)]
+        torch.testing.assert_close(gap, ((h - doubled) ** 2).sum(0), rtol=1e-4, atol=1e-3)
+        weight = plain.model.layers[layer].mlp.down_proj.weight.detach().double().square().sum(0)
+        pooled = ((h - swapped) ** 2).sum(0) @ weight / (2 * (h**2 + swapped**2).sum(0) @ weight)
+        row = layers_table(smollm2_run).set_index("layer").loc[layer]
+        assert row["exchange"] == pytest.approx(pooled.item(), rel=1e-5)
+        per_token = ((h - swapped) ** 2) @ weight / (2 * (h**2 + swapped**2) @ weight)
+        assert row["exchange_token_median"] == pytest.approx(per_token.median().item(), abs=3e-4)
+        assert row["top_token_share"] == pytest.approx(
+            ((h**2) @ weight).max().item() / ((h**2) @ weight).sum().item(), rel=1e-4
+        )
+
+
+def test_the_first_token_hides_what_layers_11_and_28_do(smollm2: LoadedModel, smollm2_run: Run) -> None:
+    counted = layers_table(smollm2_run).set_index("layer")
+    all_positions = smollm2.read(max_tokens=3000, skip_positions=0)
+    with_first = layers_table(analyze(smollm2, all_positions, layers=[11, 28], quiet=True)).set_index("layer")
+    assert with_first.loc[11, "exchange"] < 0.01
+    assert with_first.loc[28, "exchange"] < 0.03
+    assert counted.loc[11, "exchange"] == pytest.approx(0.4, abs=0.05)
+    assert counted.loc[28, "exchange"] == pytest.approx(0.35, abs=0.1)
+    for layer in (11, 28):  # the median over tokens is not fooled
+        assert with_first.loc[layer, "exchange_token_median"] == pytest.approx(
+            counted.loc[layer, "exchange_token_median"], abs=0.01
+        )
+
+
+def test_the_score_finds_the_neurons_that_carry_the_massive_activation(smollm2_run: Run) -> None:
+    neurons = neurons_table(smollm2_run).set_index(["layer", "neuron"])
+    for layer, neuron, ratio, cosine in ((11, 1229, 19, 0.58), (28, 678, 74, 0.71)):
+        score = neurons.loc[layer]["score"]
+        assert score.idxmax() == neuron
+        assert score.max() / score.median() == pytest.approx(ratio, rel=0.05)
+        assert neurons.loc[(layer, neuron), "cos_qk"] == pytest.approx(cosine, abs=0.01)
+
+
+def test_layer_numbers_do_not_depend_on_the_gauge_but_plain_exchange_does(smollm2: LoadedModel) -> None:
+    """k → βk, v → v/β in the real weights: the model is the same, and so is every number but those of raw exchange."""
+    layer, corpus = 16, smollm2.read(max_tokens=512)
+    before = layers_table(analyze(smollm2, corpus, layers=[layer], quiet=True)).iloc[0]
+    mlp = smollm2.bridge.original_model.model.layers[layer].mlp
+    up, down = (getattr(mlp, name).original_component.weight for name in ("up_proj", "down_proj"))
+    beta = torch.tensor([2.0, -1.0, -0.25, 1.0]).repeat(len(up) // 4)  # powers of two: exact in binary
+    with torch.no_grad():
+        up.mul_(beta[:, None]), down.div_(beta)
+        after = layers_table(analyze(smollm2, corpus, layers=[layer], quiet=True)).iloc[0]
+        up.div_(beta[:, None]), down.mul_(beta)
+    moved = {"exchange", "placement", "exchange_null_gaussian", "exchange_null_repaired"}
+    for column, value in before.items():
+        if any(str(column).startswith(name) and "balanced" not in str(column) for name in moved):
+            assert after[column] != pytest.approx(value, rel=1e-3), column
+        else:
+            assert after[column] == pytest.approx(value, rel=1e-6, abs=1e-9), column
+
+
+def test_gemma3_gives_eighteen_rows(gemma3: LoadedModel) -> None:
+    run = analyze(gemma3, gemma3.read(max_tokens=1500), quiet=True)
+    layers = layers_table(run)
+    assert list(layers["layer"]) == list(range(18))
+    assert np.isfinite(layers.to_numpy(dtype=float)).all()
+    assert {layer.unit.name for layer in run.layers.values()} == {"gelu_pytorch_tanh"}
+    assert {layer.gain for layer in run.layers.values()} == {"ln2, γ = 1 + weight"}
+    for layer in run.layers.values():
+        assert measures.exchange(layer.moments.neuron).isfinite().all()
+
+
+def test_the_second_load_is_quick(smollm2: LoadedModel) -> None:
+    """Loose on purpose, for a noisy machine: converting again takes ten times as long."""
+    started = time.perf_counter()
+    load_model("smollm2-135m", device="cpu")
+    assert time.perf_counter() - started < 10
+
+
+def test_the_readmes_command_gives_thirty_rows(tmp_path: Path) -> None:
+    """The first command of the README, as a user types it, in a folder of its own."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"^pip install -c constraints\.txt -e \. && python run_analysis\.py analyze$", readme, re.MULTILINE)
+    environment = {**os.environ, "PYTHONWARNINGS": "default"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "run_analysis.py"), "analyze"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "30 of 30 layers" in done.stdout
+    assert "Traceback" not in done.stderr
+    layers = pd.read_csv(tmp_path / "out" / "smollm2-135m" / "layers.csv")
+    assert len(layers) == 30
+    assert np.isfinite(layers.to_numpy(dtype=float)).all()
+    assert layers["exchange"].between(0.05, 0.6).all()
+    assert len(pd.read_parquet(tmp_path / "out" / "smollm2-135m" / "neurons.parquet")) == 30 * 1536

@@ -1,0 +1,125 @@
+"""Tables hold the contract's columns and the run's numbers; figures draw every table, also poor ones."""
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from analysis import measures
+from analysis.run import Run
+from hooks.collect import analyze
+from hooks.models import LoadedModel
+from reports.directory import tables_of, write_directory
+from reports.figures import draw_all
+from reports.summary import print_summary, remarks, verdict
+from reports.tables import curves_table, layers_table, neurons_table
+
+LAYER_COLUMNS = (
+    "layer n_neurons n_tokens exchange exchange_se exchange_token_median exchange_neuron_median exchange_relative_change "
+    "exchange_null_gaussian exchange_null_repaired scaling_half scaling_double scaling_double_se scaling_flip "
+    "euler_residual bilinear_share placement gate_positive top_token_share cos_qk_abs_mean score_max_ratio"
+).split()
+NEURON_COLUMNS = (
+    "layer neuron exchange scaling_half scaling_double scaling_flip euler_residual bilinear_share placement "
+    "bilinear_coef energy_share mean_a mean_b std_a std_b corr_ab quadrant_pp quadrant_pn quadrant_np quadrant_nn "
+    "cos_qk cos_qv cos_kv norm_q norm_k norm_v score"
+).split()
+
+
+@pytest.fixture(scope="module")
+def run(llama: LoadedModel) -> Run:
+    return analyze(llama, llama.read(context=32, max_tokens=320), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def poor(llama: LoadedModel) -> Run:
+    """One layer, one window, one scale: no standard error, most scales missing."""
+    return analyze(llama, llama.read(context=32, max_tokens=32), layers=[1], alphas=[3.0], quiet=True)
+
+
+def test_tables_hold_the_contracts_columns(run: Run) -> None:
+    layers, neurons, curves = layers_table(run), neurons_table(run), curves_table(run)
+    assert set(LAYER_COLUMNS) <= set(layers.columns)
+    assert set(NEURON_COLUMNS) <= set(neurons.columns)
+    assert {"layer", "alpha", "asymmetry", "relative_change"} <= set(curves.columns)
+    assert list(layers["layer"]) == [0, 1, 2]
+    assert len(neurons) == 3 * 48
+    assert sorted(curves["alpha"].unique()) == [-1, 0, 0.125, 0.25, 0.5, 2, 4, 8, np.inf]
+    for table in (layers, neurons, curves.drop(columns="alpha")):
+        assert np.isfinite(table.to_numpy(dtype=float)).all()
+
+
+def test_tables_hold_the_runs_numbers(run: Run) -> None:
+    layers, neurons, curves = (
+        table.set_index("layer") for table in (layers_table(run), neurons_table(run), curves_table(run))
+    )
+    for index, layer in run.layers.items():
+        pooled = layer.moments.neuron.pool(layer.geometry.value_weight)
+        assert layers.loc[index, "exchange"] == measures.exchange(pooled).item()
+        assert layers.loc[index, "scaling_half"] == curves.loc[index].set_index("alpha").loc[0.5, "asymmetry"]
+        mine = neurons.loc[index]
+        np.testing.assert_array_equal(mine["exchange"], measures.exchange(layer.moments.neuron))
+        assert mine["energy_share"].sum() == pytest.approx(1)
+        np.testing.assert_allclose(mine.filter(regex="^quadrant_[pn]").sum(axis=1), 1)
+        np.testing.assert_allclose(mine.filter(like="quadrant_energy").sum(axis=1), 1, rtol=1e-5)
+        assert layers.loc[index, "cos_qk_abs_mean"] == pytest.approx(mine["cos_qk"].abs().mean())
+        assert layers.loc[index, "score_max_ratio"] == pytest.approx(mine["score"].max() / np.sort(mine["score"])[23])
+
+
+def test_a_directory_holds_everything_and_reads_back(run: Run, tmp_path: Path) -> None:
+    write_directory(run, tmp_path / "out")
+    names = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    figures = {f"figures/{name}.png" for name in ("exchange", "measures", "neurons", "scaling")}
+    assert names == {"run.json", "moments.safetensors", "layers.csv", "neurons.parquet", "curves.csv"} | figures
+    again = tables_of(Run.load(tmp_path / "out"))
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out" / "layers.csv"), again.layers)
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "out" / "neurons.parquet"), again.neurons)
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out" / "curves.csv"), again.curves)
+
+
+def test_a_missing_number_is_empty_and_never_zero(poor: Run) -> None:
+    row = layers_table(poor).iloc[0]
+    for column in ("exchange_se", "scaling_double_se", "scaling_half", "scaling_double", "scaling_flip"):
+        assert np.isnan(row[column]), column
+    assert row["exchange"] > 0
+    assert {"*_se", "scaling_half", "scaling_double", "scaling_flip"} == set(poor.missing())
+
+
+@pytest.mark.parametrize("kind", ["run", "poor"])
+def test_figures_and_summary_serve_every_run(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    run = request.getfixturevalue(kind)
+    tables = tables_of(run)
+    figures = draw_all(tables)
+    assert all(isinstance(figure, Figure) and figure.axes for figure in figures.values())
+    line = next(line for line in figures["exchange"].axes[0].lines if line.get_label() == "median over tokens")
+    np.testing.assert_array_equal(line.get_ydata(), tables.layers["exchange_token_median"])
+    console = Console(file=StringIO(), width=80)
+    print_summary(run, tables.layers, tmp_path, console)
+    text = console.file.getvalue()
+    assert "nan" not in text
+    assert str(tmp_path) in text.replace("\n", "")
+    assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 80
+
+
+def test_the_verdict_says_what_the_numbers_say(run: Run) -> None:
+    layers = layers_table(run).assign(exchange=[0.31, 0.30, 0.05], scaling_double=0.0, bilinear_share=0.25)
+    text = " ".join(verdict(run, layers))
+    assert "asymmetry 0.300 (layers 0.050 to 0.310)" in text
+    assert "strongly broken, most in layer 0" in text
+    assert "Scaling gate by 2 and up by ½: asymmetry 0.000 (layers 0.000 to 0.000); not broken" in text
+    assert "explains 25% of the energy" in text
+
+
+def test_what_a_reader_must_know_is_remarked(run: Run) -> None:
+    layers = layers_table(run).assign(top_token_share=[0.0, 0.4, 0.0])
+    failed = {"check": "a check", "value": 2.0, "limit": 1.0, "passed": False}
+    text = " ".join(remarks(replace(run, skipped={7: "no gate"}, acceptance=(failed,)), layers))
+    assert "layer 1: one token holds 40% of the energy" in text
+    assert "check failed: a check: 2.0e+00, limit 1e+00" in text
+    assert "layer 7 was not analysed: no gate" in text
+    assert "the corpus was cut at --tokens" in text
