@@ -53,7 +53,9 @@ def staged(directory: Path, force: bool = False) -> Iterator[Path]:
         raise UserError(f"cannot write to {directory} ({error.strerror}): choose another --out") from error
     try:
         yield staging
-        _publish(staging, directory)
+        with _interrupt_deferred():
+            _publish(staging, directory)
+            created = None  # what was published stays, also when the deferred Ctrl-C comes through now
     except OSError as error:
         _discard(staging, created)
         raise UserError(f"writing to {directory} failed ({error.strerror}): nothing was changed there") from error
@@ -64,13 +66,12 @@ def staged(directory: Path, force: bool = False) -> Iterator[Path]:
 
 
 def _publish(staging: Path, directory: Path) -> None:
-    """Move every staged file into place, ``run.json`` last; Ctrl-C waits until the moves are done."""
+    """Move every staged file into place, ``run.json`` last."""
     files = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda path: path.name == RUN_FILE)
-    with _interrupt_deferred():
-        for path in files:
-            target = directory / path.relative_to(staging)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, target)
+    for path in files:
+        target = directory / path.relative_to(staging)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)
 
 
 def _first_missing(directory: Path) -> Path | None:
@@ -85,6 +86,7 @@ def _discard(staging: Path, created: Path | None) -> None:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
+    """Ctrl-C waits until the block is done, and comes through then."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -60,8 +60,12 @@ class Geometry:
 
     @property
     def balance(self) -> Float64[Tensor, " d_mlp"]:
-        """β_j = ±‖q_j‖/‖k_j‖, with the sign of cos(q_j, k_j): the rescaling that brings k to the length and side of q."""
-        return (self.norm_q / self.norm_k).copysign(self.cos_qk)
+        """β_j = ±‖q_j‖/‖k_j‖, with the sign of cos(q_j, k_j): the rescaling that brings k to the length and side of q.
+
+        1 where q or k is zero and has neither.
+        """
+        ratio = self.norm_q / self.norm_k
+        return torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(self.cos_qk), 1.0)
 
     def tensors(self) -> dict[str, Float64[Tensor, " d_mlp"]]:
         """The fields by name, for writing and for tables."""

@@ -14,7 +14,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from analysis.measures import Measure
-from analysis.moments import QUADRANTS, Sums
+from analysis.sums import QUADRANTS, Sums
 
 
 def filled_blocks(pooled: Sums) -> int:

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from analysis.moments import QUADRANTS, Sums
+from analysis.sums import QUADRANTS, Sums
 
 Values = Float64[Tensor, "*row column"]
 Broadcast = Float64[Tensor, "*#shape"]
@@ -50,7 +50,7 @@ def exchange_balanced(sums: Sums) -> Values:
     alike: the plain exchange asymmetry depends on a choice of β that the model never sees. Here k is first brought to the
     length of q and to its side (cos ≥ 0), so the number is the same for every β.
     """
-    return asymmetry(sums["balanced_gap"], sums["balanced"], sums["balanced_swapped"])
+    return asymmetry(sums["balanced_exchange_gap"], sums["balanced_hh"], sums["balanced_exchange"])
 
 
 def exchange_relative_change(sums: Sums) -> Values:
@@ -60,7 +60,7 @@ def exchange_relative_change(sums: Sums) -> Values:
 
 def exchange_null_repaired(sums: Sums) -> Values:
     """Exchange asymmetry when each neuron's a meets another neuron's b, averaged over draws within the ratio."""
-    gap, before, after = (sums[name].sum(dim=0) for name in ("repaired_gap", "repaired", "repaired_swapped"))
+    gap, before, after = (sums[name].sum(dim=0) for name in ("repaired_exchange_gap", "repaired_hh", "repaired_exchange"))
     return asymmetry(gap, before, after)
 
 
@@ -121,7 +121,7 @@ def placement(sums: Sums) -> Values:
 
 def placement_balanced(sums: Sums) -> Values:
     """Placement in the balanced gauge: see ``exchange_balanced``."""
-    return asymmetry(sums["balanced_placed_gap"], sums["balanced"], sums["balanced_placed"])
+    return asymmetry(sums["balanced_placement_gap"], sums["balanced_hh"], sums["balanced_placement"])
 
 
 def quadrant_tokens(sums: Sums) -> Float64[Tensor, "quadrant column"]:

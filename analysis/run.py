@@ -26,7 +26,8 @@ from analysis.errors import UserError
 from analysis.geometry import Geometry
 from analysis.hashing import sha256_of
 from analysis.jackknife import filled_blocks
-from analysis.moments import Moments, Sums, layout_for
+from analysis.moments import Moments
+from analysis.sums import Layout, Sums
 from analysis.units import Unit, unit_named
 
 MOMENTS_FILE = "moments.safetensors"
@@ -201,7 +202,7 @@ def _tensors(layers: dict[int, Layer]) -> Iterator[tuple[str, Tensor]]:
 
 def _read_layer(tensors: dict[str, Tensor], index: int, described: Record, settings: Record) -> Layer:
     unit = unit_named(described["unit"])
-    layout = layout_for(unit, settings["alphas"], settings["draws"])
+    layout = Layout.of(unit, settings["alphas"], settings["draws"])
     prefix = f"{index}.geometry."
     geometry = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
     n_tokens, n_sequences = tensors[f"{index}.counts"].tolist()

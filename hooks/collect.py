@@ -20,8 +20,10 @@ from transformer_lens.hook_points import HookPoint
 from analysis import __version__
 from analysis.errors import UserError
 from analysis.geometry import Geometry
-from analysis.moments import DEFAULT_ALPHAS, N_BLOCKS, TILE, Layout, Moments, derangements, layout_for
+from analysis.moments import N_BLOCKS, Moments, derangements
 from analysis.run import Layer, Run
+from analysis.sums import DEFAULT_ALPHAS, Layout
+from analysis.tile import TILE
 from hooks.corpus import Corpus, Window
 from hooks.models import LoadedModel
 from hooks.sites import Site
@@ -127,7 +129,7 @@ def collect(
     totals: dict[int, Moments] = {}
     observers: dict[int, Callable[[Tensor, Tensor, int], Moments]] = {}
     for layer, site in sites.items():
-        layout, d_mlp = layout_for(site.unit, alphas, draws), site.q.shape[0]
+        layout, d_mlp = Layout.of(site.unit, alphas, draws), site.q.shape[0]
         totals[layer] = Moments.empty(d_mlp, layout)
         observers[layer] = _observer(site, geometry[layer], layout, derangements(d_mlp, draws, seed + layer))
     with tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar:

@@ -9,9 +9,10 @@ import torch
 
 from analysis import measures
 from analysis.jackknife import standard_error
-from analysis.moments import QUADRANTS, Moments
+from analysis.moments import Moments
 from analysis.nulls import first_moments, gaussian_exchange
 from analysis.run import Layer, Run
+from analysis.sums import QUADRANTS, scaling_name
 
 WITH_ERROR = ("exchange", "exchange_balanced", "scaling_double")
 """Measures whose standard error has a column of its own."""
@@ -37,7 +38,7 @@ def curves_table(run: Run) -> pd.DataFrame:
             "layer": index,
             "alpha": pooled.layout.alphas,
             "asymmetry": measures.scaling(pooled)[:, 0].numpy(),
-            "token_median": [layer.moments.token_median(f"scaling {alpha:g}") for alpha in pooled.layout.alphas],
+            "token_median": [layer.moments.token_median(scaling_name(alpha)) for alpha in pooled.layout.alphas],
             "relative_change": measures.scaling_relative_change(pooled)[:, 0].numpy(),
         }
         tables.append(pd.DataFrame(curve))
@@ -111,9 +112,15 @@ def _neuron_rows(index: int, layer: Layer) -> pd.DataFrame:
 
 def _token_medians(moments: Moments) -> dict[str, float]:
     """The median over tokens of every measure that is also taken token by token, by its column's name."""
-    names = {"exchange": "exchange", "exchange_balanced": "balanced", "placement": "placement"}
-    names |= {"placement_balanced": "balanced_placed"}
-    names |= {"scaling_half": "scaling 0.5", "scaling_double": "scaling 2", "scaling_flip": "scaling -1"}
+    names = {
+        "exchange": "exchange",
+        "exchange_balanced": "balanced_exchange",
+        "placement": "placement",
+        "placement_balanced": "balanced_placement",
+        "scaling_half": scaling_name(0.5),
+        "scaling_double": scaling_name(2.0),
+        "scaling_flip": scaling_name(-1.0),
+    }
     known = moments.neuron.layout.token_measures
     medians = {column: moments.token_median(name) if name in known else np.nan for column, name in names.items()}
     share = moments.token_median("euler")

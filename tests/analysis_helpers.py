@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from analysis import measures
-from analysis.moments import (
-    N_BLOCKS,
-    QUADRANTS,
-    RATIO_BINS,
-    Layout,
-    Moments,
-    Sums,
-    derangements,
-    layout_for,
-)
+from analysis.moments import N_BLOCKS, RATIO_BINS, Moments, derangements
+from analysis.sums import QUADRANTS, Layout, Sums
 from analysis.units import GatedUnit, Unit, unit_named
 from tests import reference
 
@@ -159,7 +151,7 @@ def random_case(
     weight = 0.1 + torch.rand(d_mlp, generator=generator, dtype=torch.float64)
     balance = (0.3 + torch.rand(d_mlp, generator=generator, dtype=torch.float64)) * normal(d_mlp).sign()
     sequences = tuple(zip(a.to(dtype).split(list(lengths)), b.to(dtype).split(list(lengths)), strict=True))
-    return Case(unit, sequences, weight, balance, layout_for(unit, draws=draws), derangements(d_mlp, draws, seed))
+    return Case(unit, sequences, weight, balance, Layout.of(unit, draws=draws), derangements(d_mlp, draws, seed))
 
 
 def layer_sums(moments: Moments) -> Sums:

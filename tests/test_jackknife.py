@@ -8,7 +8,8 @@ from torch import Tensor
 
 from analysis import measures
 from analysis.jackknife import filled_blocks, standard_error
-from analysis.moments import N_BLOCKS, Layout, Moments, Sums
+from analysis.moments import N_BLOCKS, Moments
+from analysis.sums import Layout, Sums
 from tests import reference
 from tests.analysis_helpers import assert_close, layer_sums, random_case
 
@@ -90,6 +91,10 @@ def test_fewer_than_two_blocks_have_no_error_to_give(lengths: tuple[int, ...]) -
     assert standard_error(measures.exchange, pooled).isnan()
     assert standard_error(measures.scaling, pooled).isnan().all()
     assert standard_error(measures.scaling, pooled).shape == (len(case.layout.alphas),)
+
+
+def test_one_block_has_no_error_even_of_a_measure_that_is_defined_on_nothing() -> None:
+    assert standard_error(lambda sums: sums["a"], table(a=torch.ones(1, dtype=torch.float64))).isnan()
 
 
 def test_interval_holds_the_truth_as_often_as_it_says() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from analysis import measures
 from analysis.geometry import Geometry
-from analysis.moments import RATIO_BINS, Moments, Sums, histogram_median, layout_for
+from analysis.moments import RATIO_BINS, Moments, histogram_median
+from analysis.sums import Layout, Sums
 from analysis.units import GatedUnit, Unit, unit_named
 from tests import reference
 from tests.analysis_helpers import (
@@ -164,7 +165,7 @@ def token_twin(case: Case, name: str) -> list[float]:
         return [square / (1 + square) for square in squares]
     if name.startswith("scaling"):
         return [scaling_twin(token, float(name.removeprefix("scaling "))).pooled_asymmetry for token in tokens]
-    compare = reference.placement if name in ("placement", "balanced_placed") else reference.exchange
+    compare = reference.placement if name in ("placement", "balanced_placement") else reference.exchange
     return [compare(g, *token.grids).pooled_asymmetry for token in tokens]
 
 
@@ -186,9 +187,9 @@ def test_measures_equal_the_twin(name: str, lengths: tuple[int, ...], d_mlp: int
 
 
 def test_both_limits_are_among_the_scales_compared() -> None:
-    assert layout_for(unit_named("silu")).alphas == (-1, 0, 0.125, 0.25, 0.5, 2, 4, 8, math.inf)
-    assert layout_for(unit_named("relu2")).alphas == (-1, 0, 0.125, 0.25, 0.5, 2, 4, 8)
-    assert layout_for(unit_named("softplus")).alphas == (-1, 0.125, 0.25, 0.5, 2, 4, 8, math.inf)
+    assert Layout.of(unit_named("silu")).alphas == (-1, 0, 0.125, 0.25, 0.5, 2, 4, 8, math.inf)
+    assert Layout.of(unit_named("relu2")).alphas == (-1, 0, 0.125, 0.25, 0.5, 2, 4, 8)
+    assert Layout.of(unit_named("softplus")).alphas == (-1, 0.125, 0.25, 0.5, 2, 4, 8, math.inf)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +205,7 @@ def test_custom_unit_equals_the_twin_and_has_no_limits(clamped: Case) -> None:
     assert_measures_equal_the_twin(clamped, clamped.moments, torch.float64)
 
 
-@pytest.mark.parametrize("name", layout_for(ClampedUnit()).token_measures)
+@pytest.mark.parametrize("name", Layout.of(ClampedUnit()).token_measures)
 def test_token_medians_of_a_custom_unit_equal_the_twin(clamped: Case, name: str) -> None:
     assert_token_median_equals_the_twin(clamped, clamped.moments, name)
 
@@ -467,7 +468,7 @@ def test_extreme_gauge_joins_exchange_and_placement_to_the_limits_of_scaling(
 def scaling_at(unit: Unit, alpha: float) -> tuple[Tensor, Callable[[float], Tensor]]:
     """Scaling asymmetry per neuron at ``alpha``, and at the scales 0 and ∞, on the same data."""
     case = random_case(unit, (91,), 3)
-    sums: Sums = case.with_data(lambda a, b: (a, b), layout=layout_for(unit, (alpha,))).moments.neuron
+    sums: Sums = case.with_data(lambda a, b: (a, b), layout=Layout.of(unit, (alpha,))).moments.neuron
     return measures.scaling_at(alpha)(sums), lambda limit: measures.scaling_at(limit)(sums)
 
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.moments import N_BLOCKS, RATIO_BINS, TILE, Layout, Moments, Sums, derangements, layout_for
+from analysis.moments import N_BLOCKS, RATIO_BINS, Moments, derangements
 from analysis.nulls import first_moments
+from analysis.sums import Layout, Sums
+from analysis.tile import TILE
 from analysis.units import unit_named
 from tests import reference
 from tests.analysis_helpers import Case, ClampedUnit, assert_close, layer_sums, random_case
@@ -192,7 +194,7 @@ def test_correlation_with_a_constant_is_missing(constant: float) -> None:
 def test_different_layouts_refuse_to_add() -> None:
     case = random_case("silu", (9,), 3, draws=1)
     others = [
-        replace(case, layout=layout_for(case.unit, (0.5,))),
+        replace(case, layout=Layout.of(case.unit, (0.5,))),
         replace(case, layout=Layout((-1.0, *case.layout.alphas[1:-1], 16.0))),
         random_case("silu", (9,), 3, draws=2),
     ]
@@ -208,7 +210,7 @@ def test_layers_of_different_width_refuse_to_add(d_mlp: int) -> None:
         case.moments + other.moments
 
 
-@pytest.mark.parametrize("layout", [Layout(()), Layout((0.5, 2.0), draws=3), layout_for(unit_named("silu"))])
+@pytest.mark.parametrize("layout", [Layout(()), Layout((0.5, 2.0), draws=3), Layout.of(unit_named("silu"))])
 def test_rows_of_a_layout_tile_its_table(layout: Layout) -> None:
     spans = [(rows.start, rows.stop) for rows in layout.rows.values()]
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
@@ -216,7 +218,7 @@ def test_rows_of_a_layout_tile_its_table(layout: Layout) -> None:
     sums = Sums(layout, torch.arange(float(layout.size), dtype=torch.float64)[:, None].expand(-1, 2))
     assert sums["a"].shape == (2,)
     assert sums["scaling"].shape == (len(layout.alphas), 2)
-    assert sums["repaired_gap"].shape == (layout.draws, 2)
+    assert sums["repaired_exchange_gap"].shape == (layout.draws, 2)
 
 
 class Difference(ClampedUnit):

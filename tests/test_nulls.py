@@ -9,8 +9,9 @@ from torch import Tensor
 
 from analysis import measures
 from analysis.jackknife import standard_error
-from analysis.moments import N_BLOCKS, Layout, Moments, Sums
+from analysis.moments import N_BLOCKS, Moments
 from analysis.nulls import gaussian_exchange
+from analysis.sums import Layout, Sums
 from analysis.units import Unit, unit_named
 from tests.analysis_helpers import ClampedUnit, SymmetricUnit, assert_close, layer_sums, random_case
 
