@@ -98,6 +98,8 @@ def layer_table(layers: pd.DataFrame) -> Table:
 
 def _outliers(layers: pd.DataFrame, column: str) -> list[tuple[int, float]]:
     """Layers whose modified z-score exceeds ``OUTLIER``."""
+    if layers[column].isna().all():
+        return []
     distance = (layers[column] - layers[column].median()).abs()
     spread = 1.4826 * distance.median()
     found = layers[distance > OUTLIER * spread] if spread > 0 else layers.iloc[:0]

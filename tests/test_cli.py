@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pandas as pd
@@ -58,7 +59,7 @@ def test_analyze_writes_a_run_and_says_so(tiny_llama: Path, tmp_path: Path) -> N
     assert {"model", "settings", "corpus", "acceptance", "layers", "skipped_layers", "missing", "record"} <= set(record)
     assert record["settings"]["context"] == 32
     assert record["corpus"][0]["tokens_fed"] == 160
-    assert record["record"]["versions"]["torch"] == torch.__version__
+    assert record["record"]["versions"]["torch"] == version("torch")
     assert len(pd.read_csv(tmp_path / "run" / "layers.csv")) == 3
 
 
@@ -208,7 +209,7 @@ def test_ctrl_c_writes_nothing(tiny_llama: Path, tmp_path: Path, monkeypatch: py
 def test_a_failed_check_exits_with_1_and_is_written(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hooks.models.LOGIT_SLACK", 1e-9)
+    monkeypatch.setattr("hooks.models.LOGIT_SLACK", -1.0)
     code, out, _ = call("analyze", tiny_llama, "--out", tmp_path / "run", *QUICK)
     assert code == 1
     assert "check failed: logits with and without TransformerLens" in out

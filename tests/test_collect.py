@@ -28,7 +28,7 @@ def read(model: LoadedModel, **options: int) -> Run:
 
 def cached(directory: Path, model: LoadedModel, layer: int) -> list[tuple[int, Tensor, Tensor]]:
     """(window, a, b) of the counted tokens, from the Hugging Face model alone, one window at a time, in float64."""
-    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager").eval()
     mlp, kept = plain.model.layers[layer].mlp, []
     mlp.register_forward_hook(lambda module, inputs, _: kept.append(inputs[0][0]))
     corpus = model.read(context=CONTEXT, max_tokens=330)

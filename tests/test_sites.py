@@ -26,7 +26,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def read_directly(directory: Path, layer: int) -> dict[str, Tensor]:
     """x, a, b, h and y of one MLP from the Hugging Face model alone, by hooks on its own modules."""
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     mlp, seen = model.model.layers[layer].mlp, {}
 
     def watch(module: nn.Module, name: str) -> None:
