@@ -32,7 +32,6 @@ DEFAULT_BATCH = 8
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy")
 
 HookFunction = Callable[[Tensor, HookPoint], None]
-Reduce = Callable[[Float[Tensor, "batch pos d_mlp"], Float[Tensor, "batch pos d_mlp"]], None]
 
 
 def analyze(
@@ -126,29 +125,55 @@ def collect(
     quiet: bool = False,
 ) -> dict[int, Moments]:
     """The moments of every site over the corpus, in one pass."""
-    totals: dict[int, Moments] = {}
-    observers: dict[int, Callable[[Tensor, Tensor, int], Moments]] = {}
+    streams: dict[int, LayerStream] = {}
     for layer, site in sites.items():
-        layout, d_mlp = Layout.of(site.unit, alphas, draws), site.q.shape[0]
-        totals[layer] = Moments.empty(d_mlp, layout)
-        observers[layer] = _observer(site, geometry[layer], layout, derangements(d_mlp, draws, seed + layer))
+        partners = derangements(site.q.shape[0], draws, seed + layer)
+        streams[layer] = LayerStream(site, geometry[layer], Layout.of(site.unit, alphas, draws), partners, corpus)
     with tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar:
         for batch in _batches(corpus.windows, batch_size):
-
-            def reduce_layer(layer: int, batch: Sequence[Window] = batch) -> Reduce:
-                def reduce(a: Tensor, b: Tensor) -> None:
-                    for row, window in enumerate(batch):
-                        counted = slice(window.counted_from, len(window.tokens))
-                        block = window.index * N_BLOCKS // corpus.n_windows
-                        totals[layer] += observers[layer](a[row, counted], b[row, counted], block)
-
-                return reduce
-
-            hooks = [hook for layer, site in sites.items() for hook in _hooks(site, reduce_layer(layer))]
+            hooks = [hook for stream in streams.values() for hook in stream.hooks(batch)]
             forward(model, batch, hooks, last_layer=max(sites))
-            _check_finite(totals, batch, model.description["dtype"])
+            _check_finite(streams, batch, model.description["dtype"])
             bar.update(sum(len(window.tokens) for window in batch))
-    return totals
+    return {layer: stream.moments for layer, stream in streams.items()}
+
+
+class LayerStream:
+    """The moments of one site as they grow: a and b are kept until both have been seen, then reduced and let go."""
+
+    def __init__(
+        self, site: Site, geometry: Geometry, layout: Layout, partners: Int64[Tensor, "draw d_mlp"], corpus: Corpus
+    ) -> None:
+        self.moments = Moments.empty(site.q.shape[0], layout)
+        self._site, self._geometry, self._layout, self._partners = site, geometry, layout, partners
+        self._corpus = corpus
+
+    def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
+        """Hooks for one pass over these windows; a and b may come in either order."""
+        seen: dict[str, Tensor] = {}
+
+        def see(tensor: Tensor, hook: HookPoint) -> None:
+            seen[str(hook.name)] = tensor
+            if len(seen) == 2:
+                self._reduce(seen.pop(self._site.hook_a), seen.pop(self._site.hook_b), batch)
+
+        return [(self._site.hook_a, see), (self._site.hook_b, see)]
+
+    def _reduce(
+        self, a: Float[Tensor, "batch pos d_mlp"], b: Float[Tensor, "batch pos d_mlp"], batch: Sequence[Window]
+    ) -> None:
+        for row, window in enumerate(batch):
+            counted = slice(window.counted_from, len(window.tokens))
+            self.moments += Moments.of(
+                a[row, counted],
+                b[row, counted],
+                unit=self._site.unit,
+                value_weight=self._geometry.value_weight,
+                balance=self._geometry.balance,
+                layout=self._layout,
+                partners=self._partners,
+                block=self._corpus.block_of(window),
+            )
 
 
 def forward(model: LoadedModel, batch: Sequence[Window], hooks: list[tuple[str, HookFunction]], last_layer: int) -> None:
@@ -166,35 +191,6 @@ def forward(model: LoadedModel, batch: Sequence[Window], hooks: list[tuple[str, 
         raise UserError(f"out of GPU memory with {len(batch)} windows a batch: use a smaller --batch-size") from error
 
 
-def _observer(site: Site, geometry: Geometry, layout: Layout, partners: Tensor) -> Callable[[Tensor, Tensor, int], Moments]:
-    def observe(a: Float[Tensor, "token d_mlp"], b: Float[Tensor, "token d_mlp"], block: int) -> Moments:
-        return Moments.of(
-            a,
-            b,
-            unit=site.unit,
-            value_weight=geometry.value_weight,
-            balance=geometry.balance,
-            layout=layout,
-            partners=partners,
-            block=block,
-        )
-
-    return observe
-
-
-def _hooks(site: Site, reduce: Reduce) -> list[tuple[str, HookFunction]]:
-    """Hooks that hand a and b over once both were seen, in whichever order the model computes them."""
-    seen: dict[str, Tensor] = {}
-
-    def see(tensor: Tensor, hook: HookPoint) -> None:
-        seen[str(hook.name)] = tensor
-        if len(seen) == 2:
-            a, b = seen.pop(site.hook_a), seen.pop(site.hook_b)
-            reduce(a, b)
-
-    return [(site.hook_a, see), (site.hook_b, see)]
-
-
 def _batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:
     for start in range(0, len(windows), size):
         yield windows[start : start + size]
@@ -209,9 +205,9 @@ def _padded(batch: Sequence[Window]) -> tuple[Int64[Tensor, "batch pos"], Int64[
     return tokens, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
 
 
-def _check_finite(totals: dict[int, Moments], batch: Sequence[Window], dtype: str) -> None:
-    for layer, moments in totals.items():
-        if not math.isfinite(float(moments.neuron.values.sum())):
+def _check_finite(streams: dict[int, LayerStream], batch: Sequence[Window], dtype: str) -> None:
+    for layer, stream in streams.items():
+        if not math.isfinite(float(stream.moments.neuron.values.sum())):
             raise UserError(
                 f"activations of layer {layer} are NaN or infinite in windows {batch[0].index}-{batch[-1].index} "
                 f"({dtype}): use --dtype bfloat16 or float32"
@@ -224,6 +220,5 @@ def _watched() -> bool:
 
 
 def _device_name(device: torch.device) -> str:
-    return (
-        torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}, {torch.get_num_threads()} threads"
-    )
+    is_gpu = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if is_gpu else f"{device.type}, {torch.get_num_threads()} threads"

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from analysis.errors import UserError
+from analysis.moments import N_BLOCKS
 
 SAMPLE = "sample"
 DEFAULT_CONTEXT = 256
@@ -60,6 +61,10 @@ class Corpus:
     context: int
     skip_positions: int
     description: dict[str, Any]
+
+    def block_of(self, window: Window) -> int:
+        """The jackknife block of a window: consecutive windows of the whole corpus share one, whatever the shard."""
+        return window.index * N_BLOCKS // self.n_windows
 
     @property
     def n_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """From a name on the command line to a model whose gated layers have proved themselves.
 
-MODEL is a built-in name, a hub id (org/name), a directory with safetensors, or a .gguf file. Nothing is looked up on a hub
-for built-in and local models, no pickle is ever loaded, and a repository's own code runs only if the user says so.
+Files are found and read in ``hooks.sources``; here they are wrapped by TransformerLens, and every layer must prove that it
+is the gated MLP it is taken for.
 """
 
 import logging
@@ -10,36 +10,25 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from analysis.errors import UserError
-from analysis.hashing import sha256_of
-from hooks.builtin import BUILTINS, DEFAULT_MODEL, builtin_directory, builtin_named
+from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import DEFAULT_CONTEXT, SAMPLE, Corpus, load_corpus
-from hooks.gguf import gguf_format, load_gguf
 from hooks.sites import OUTPUT_SLACK, TOLERANCE, Site, configured_activations, describe_blocks, find_sites
+from hooks.sources import Source, first_line, load_files, locate
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PROBE_LENGTH = 16
 LOGIT_SLACK = 10
 """TransformerLens computes norms and attention in its own way in every layer, with a softmax in float32 at best."""
-HUB_TIMEOUT_S = 10
 
 Record = dict[str, Any]
 
@@ -100,16 +89,6 @@ class LoadedModel:
         )
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where the weights are on this machine, and their provenance."""
-
-    path: Path
-    name: str
-    fingerprint: str
-    weights_format: str | None = None
-
-
 def load_model(
     name: str = DEFAULT_MODEL,
     *,
@@ -132,8 +111,8 @@ def load_model(
     """
     place, precision = resolve_device(device), resolve_dtype(dtype)
     with _quiet():
-        source = _locate(name, revision, trust_remote_code)
-        model, tokenizer = _load(source, precision, trust_remote_code)
+        source = locate(name, revision, trust_remote_code)
+        model, tokenizer = load_files(source, precision, trust_remote_code)
         model = _to_device(model.to(precision).eval(), place)
         _check_weights(model, name)
         model.set_attn_implementation("eager")  # as TransformerLens needs it: what is compared is the wrapping alone
@@ -174,87 +153,6 @@ def resolve_device(device: str) -> torch.device:
     return place
 
 
-def _locate(name: str, revision: str | None, trust_remote_code: bool) -> _Source:
-    path = Path(name).expanduser()
-    is_path = path.suffix == ".gguf" or name.startswith((".", "~", "/")) or name.count("/") > 1
-    if name not in BUILTINS and not path.exists() and not is_path and "/" in name:
-        return _from_hub(name, revision, trust_remote_code)
-    if revision is not None:
-        raise UserError(f"{name} has no revision {revision!r}: revisions belong to hub models (org/name)")
-    if name not in BUILTINS and path.is_dir():
-        return _directory(path)
-    if name not in BUILTINS and path.is_file():
-        return _Source(path, path.name, f"sha256 {sha256_of(path)}", gguf_format(path))
-    if is_path:
-        raise UserError(f"there is no file or directory {name}: check the path")
-    builtin = builtin_named(name)
-    fingerprint = f"gguf sha256 {builtin.gguf_sha256}"
-    return _Source(builtin_directory(builtin), builtin.title, fingerprint, builtin.weights_format)
-
-
-def _directory(path: Path) -> _Source:
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path} has no config.json: give a directory that save_pretrained wrote")
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        pickled = next((file.name for file in sorted(path.glob("*.bin"))), None)
-        found = f"only pickled weights ({pickled}), which are never loaded" if pickled else "no weights"
-        raise UserError(f"{path} has {found}: save the model as safetensors")
-    return _Source(path, path.resolve().name, f"sha256 {sha256_of(*weights)}")
-
-
-def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> _Source:
-    """A snapshot of the hub's files on this machine, or the cached one if the hub cannot be reached."""
-    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
-    try:
-        commit = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S).sha
-    except GatedRepoError as error:
-        raise UserError(f"{name} is gated: accept its terms on its page and log in with 'hf auth login'") from error
-    except RevisionNotFoundError as error:
-        raise UserError(f"{name} has no revision {revision!r}: check the branch, tag or commit") from error
-    except RepositoryNotFoundError as error:
-        raise UserError(f"the hub has no model {name}: check the name, or log in if it is private") from error
-    except Exception:  # whatever the network raised (its classes change with the client): the cache may still serve
-        commit = None
-    try:
-        path = snapshot_download(
-            name,
-            revision=commit or revision,
-            allow_patterns=patterns,
-            ignore_patterns=["*/*"],
-            local_files_only=commit is None,
-        )
-    except LocalEntryNotFoundError as error:
-        near = ", ".join(BUILTINS)
-        raise UserError(f"{name} is not cached and the hub cannot be reached: check the network, or use {near}") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise UserError(f"downloading {name} failed ({_first_line(error)}): try again") from error
-    source = _directory(Path(path))
-    return _Source(source.path, name, f"revision {Path(path).name}")
-
-
-def _load(
-    source: _Source, precision: torch.dtype, trust_remote_code: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if source.path.is_file():
-        return load_gguf(source.path)
-    options: Record = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source.path, dtype=precision, use_safetensors=True, output_loading_info=True, **options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
-    except Exception as error:  # transformers raises many kinds; each means that these files do not make a model
-        remedy = "add --trust-remote-code if you trust it" if "trust_remote_code" in str(error) else "check the files"
-        raise UserError(f"cannot load {source.name} ({_first_line(error)}): {remedy}") from error
-    if info["missing_keys"]:
-        raise UserError(
-            f"{source.name} lacks {len(info['missing_keys'])} weights ({min(info['missing_keys'])}): the checkpoint is "
-            "incomplete or of another architecture"
-        )
-    return model, tokenizer
-
-
 def _to_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     try:
         return model.to(device)
@@ -293,7 +191,7 @@ def _wrap(
         return TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=tokenizer, dtype=precision)
     except (ValueError, KeyError, NotImplementedError, AttributeError, RuntimeError) as error:
         family = type(model).__name__
-        raise UserError(f"TransformerLens cannot wrap {name}, a {family} ({_first_line(error)})") from error
+        raise UserError(f"TransformerLens cannot wrap {name}, a {family} ({first_line(error)})") from error
 
 
 def _logit_error(model: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference: Float[Tensor, "1 pos vocab"]) -> float:
@@ -313,7 +211,7 @@ def _acceptance(sites: dict[int, Site], logit_error: float, precision: torch.dty
     )
 
 
-def _describe(model: PreTrainedModel, source: _Source, sites: dict[int, Site], dtype: str) -> Record:
+def _describe(model: PreTrainedModel, source: Source, sites: dict[int, Site], dtype: str) -> Record:
     text = model.config.get_text_config()
     stored = getattr(model.config, "quantization_config", None)
     weights = source.weights_format or (f"quantized: {stored}" if stored else "safetensors, not quantized")
@@ -329,11 +227,6 @@ def _describe(model: PreTrainedModel, source: _Source, sites: dict[int, Site], d
         "n_parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": dtype,
     }
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 @contextmanager
