@@ -62,13 +62,12 @@ class TileReducer:
         def add(name: str, values: Tensor) -> None:
             rows[name].append(values.sum(dim=0).double())
 
-        def compare(name: str, changed: Tensor, of: Tensor, ratio: str | None = None) -> None:
-            """The rows of a changed version, and the asymmetry of every token where it is asked for."""
+        def compare(name: str, changed: Tensor, of: Tensor, token_energy: Tensor, ratio: str) -> None:
+            """The rows of a changed version, and the asymmetry of every token."""
             energy, gap = changed.square(), (of - changed).square()
             add(name, energy)
             add(f"{name}_gap", gap)
-            if ratio is not None:
-                ratios[ratio] = gap @ self.weight / (2 * ((of.square() + energy) @ self.weight))
+            ratios[ratio] = gap @ self.weight / (2 * (token_energy + energy @ self.weight))
 
         for name, values in _pre_activations(a, b):
             add(name, values)
@@ -81,10 +80,10 @@ class TileReducer:
             add(f"count_{quadrant}", inside.to(a.dtype))
             add(f"energy_{quadrant}", hh * inside)
 
-        compare("exchange", unit.exchanged(a, b), of=h, ratio="exchange")
-        compare("placement", unit.placed_outside(a, b), of=h, ratio="placement")
+        compare("exchange", unit.exchanged(a, b), h, token_energy, "exchange")
+        compare("placement", unit.placed_outside(a, b), h, token_energy, "placement")
         for alpha in self.layout.alphas:
-            compare("scaling", unit.scaled(a, b, alpha), of=h, ratio=scaling_name(alpha))
+            compare("scaling", unit.scaled(a, b, alpha), h, token_energy, scaling_name(alpha))
 
         euler = unit.euler(a, b).square()
         add("euler", euler)
@@ -93,15 +92,18 @@ class TileReducer:
 
         scaled_b = beta * b
         balanced = unit(a, scaled_b) / beta
-        add("balanced_hh", balanced.square())
-        compare("balanced_exchange", unit.exchanged(a, scaled_b) / beta, of=balanced, ratio="balanced_exchange")
-        compare("balanced_placement", unit.placed_outside(a, scaled_b) / beta, of=balanced, ratio="balanced_placement")
+        balanced_squared = balanced.square()
+        balanced_energy = balanced_squared @ self.weight
+        add("balanced_hh", balanced_squared)
+        for name, change in (("balanced_exchange", unit.exchanged), ("balanced_placement", unit.placed_outside)):
+            compare(name, change(a, scaled_b) / beta, balanced, balanced_energy, name)
 
         for partner in self.partners:
             other = b[:, partner]
-            repaired = unit(a, other)
+            repaired, swapped = unit(a, other), unit.exchanged(a, other)
             add("repaired_hh", repaired.square())
-            compare("repaired_exchange", unit.exchanged(a, other), of=repaired)
+            add("repaired_exchange", swapped.square())
+            add("repaired_exchange_gap", (repaired - swapped).square())
 
         neuron = torch.stack([row for name in self.layout.rows for row in rows[name]])
         return TileSums(neuron, torch.stack([ratios[name] for name in self.layout.token_measures]), token_energy)

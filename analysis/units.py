@@ -95,7 +95,9 @@ class GatedUnit(Unit):
 def _one_sided(a: Scalars, slopes: Slopes) -> Scalars:
     """The line through zero with one slope for a < 0 and another for a > 0."""
     negative, positive = slopes
-    return negative * a.clamp(max=0) + positive * a.clamp(min=0)
+    if negative == positive:
+        return positive * a
+    return positive * torch.nn.functional.leaky_relu(a, negative / positive)
 
 
 def unit_named(name: str) -> Unit:
