@@ -136,7 +136,7 @@ def claim(form: type[Form], action: type[Action], unit: Unit, draws: int = DRAWS
     generator = torch.Generator().manual_seed(seed)
     prediction = predicted(form, action, unit.name)
     residuals = [_residuals(form, action, unit, generator) for _ in range(draws)]
-    positive, negative = torch.tensor(residuals, dtype=torch.float64).max(dim=0).values.tolist()
+    positive, negative = torch.tensor(residuals, dtype=torch.float64).amax(dim=0).tolist()
     found = None if prediction is Outcome.INVARIANT else witness(form, action, unit, prediction)
     return Claim(form.__name__, action.__name__, unit.name, prediction, positive, negative, found)
 
@@ -218,10 +218,10 @@ def _factors(size: int, generator: torch.Generator) -> Values:
 
 
 def _basis(form: Form, generator: torch.Generator, sign: float) -> ChangeOfBasis:
-    """A random invertible A that is not nearly singular: two rotations and a stretching between them."""
+    """A random invertible A that is not nearly singular: two unit triangular matrices and a stretching between them."""
     size = form.weights["q"].shape[-1]
-    first, second = torch.linalg.qr(torch.randn(2, size, size, generator=generator, dtype=torch.float64)).Q
-    return ChangeOfBasis(first * _factors(size, generator) @ second)
+    entries, one = torch.randn(size, size, generator=generator, dtype=torch.float64) / size, torch.eye(size).double()
+    return ChangeOfBasis((entries.tril(-1) + one) * _factors(size, generator) @ (entries.triu(1) + one))
 
 
 _DRAWN: dict[type[Action], Callable[[Form, torch.Generator, float], Action]] = {

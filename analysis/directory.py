@@ -18,7 +18,7 @@ from pathlib import Path
 from analysis.errors import UserError
 
 RUN_FILE = "run.json"
-SCHEMA = 1
+SCHEMA = 2
 _STAGING = ".writing-"
 
 

@@ -22,7 +22,8 @@ from reports.tables import curves_table, layers_table, neurons_table
 LAYER_COLUMNS = (
     "layer n_neurons n_tokens exchange exchange_se exchange_token_median exchange_neuron_median exchange_relative_change "
     "exchange_null_gaussian exchange_null_repaired scaling_half scaling_double scaling_double_se scaling_flip "
-    "euler_residual bilinear_share placement gate_positive top_token_share cos_qk_abs_mean score_max_ratio"
+    "euler_residual bilinear_share placement gate_positive top_token_share cos_qk_abs_mean score_max_ratio "
+    "interaction_antisymmetry"
 ).split()
 NEURON_COLUMNS = (
     "layer neuron exchange scaling_half scaling_double scaling_flip euler_residual bilinear_share placement "
