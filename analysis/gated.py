@@ -8,8 +8,10 @@ A rank-r gated memory is r neurons of a gated MLP that share one value vector. R
 nearly parallel: see ``analysis.interactions.value_groups``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
@@ -67,6 +69,11 @@ class GatedMLP(Form):
     @property
     def has_biases(self) -> bool:
         return any(bias is not None for bias in (self.q_bias, self.k_bias, self.v_bias))
+
+    def to(self, dtype: torch.dtype) -> "GatedMLP":
+        """The same weights in another precision."""
+        changed: Any = {name: weight.to(dtype) for name, weight in self.weights.items()}
+        return replace(self, **changed)
 
     def pre_activations(self, x: Rows) -> tuple[Scores, Scores]:
         """a and b of every neuron."""

@@ -171,7 +171,8 @@ def forward(model: LoadedModel, batch: Sequence[Window], hooks: list[tuple[str, 
 
 
 def _interaction_antisymmetry(site: Site) -> float:
-    return antisymmetric_share(site.q * site.gain, site.k * site.gain, site.v)
+    gain = site.gain.double()
+    return antisymmetric_share(site.q * gain, site.k * gain, site.v)
 
 
 def _observer(site: Site, geometry: Geometry, layout: Layout, partners: Tensor) -> Callable[[Tensor, Tensor, int], Moments]:

@@ -155,7 +155,7 @@ def _prove(bridge: TransformerBridge, layer: int, seen: dict[str, Tensor], fired
     unit, identity_error = _identify(a, b, h, bridge.original_model.config)
     limit = OUTPUT_SLACK * TOLERANCE[h.dtype]
     wide = torch.promote_types(h.dtype, torch.float32)
-    output = GatedMLP(unit, *(_to(weight, wide) for weight in (q, k, v, q_bias, k_bias, v_bias)))(x.to(wide))
+    output = GatedMLP(unit, q, k, v, q_bias, k_bias, v_bias).to(wide)(x.to(wide))
     output_error = max(_relative_error(output, y), _relative_error(output, _original(mlp, x)))
     if not output_error <= limit:
         raise NotASiteError(f"MLP output from q, k, v is off by {output_error:.1e} (limit {limit:.0e})")
@@ -237,10 +237,6 @@ def _relative_error(value: Tensor, reference: Tensor) -> float:
     """‖value − reference‖ / ‖reference‖ in float64; NaN counts as an error by every comparison."""
     reference = reference.double()
     return float((value.double() - reference).norm() / reference.norm())
-
-
-def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
 
 
 def _detached(bias: Tensor | None) -> Tensor | None:
