@@ -42,25 +42,25 @@ def table() -> list[Claim]:
 
 
 def test_every_claim_holds(table: list[Claim]) -> None:
-    assert [claim for claim in table if not claim.passed] == []
+    assert [cell for cell in table if not cell.passed] == []
 
 
 def test_the_table_is_complete(table: list[Claim]) -> None:
-    cells = {(claim.form, claim.action, claim.unit) for claim in table}
+    cells = {(cell.form, cell.action, cell.unit) for cell in table}
     assert len(cells) == len(table) == 11 * (2 + 5 + 6 + 6 + 5 + 5 + 6) + 5 + 6
-    assert {claim.unit for claim in table} == {*ACTIVATIONS, "gpt_oss"} == set(PROPERTIES)
+    assert {cell.unit for cell in table} == {*ACTIVATIONS, "gpt_oss"} == set(PROPERTIES)
     assert set(RULES) == set(FAMILY)
 
 
 def test_what_each_cell_shows(table: list[Claim]) -> None:
-    for claim in table:
-        if claim.prediction is INVARIANT:
-            assert claim.witness is None
-            assert not max(claim.residual, claim.residual_negative) > LIMIT
+    for cell in table:
+        if cell.prediction is INVARIANT:
+            assert cell.witness is None
+            assert not max(cell.residual, cell.residual_negative) > LIMIT
         else:
-            assert claim.witness is not None
-            assert claim.witness.gap > VISIBLE
-        assert math.isnan(claim.residual_negative) == (claim.action not in ("Scaling", "ValueRescaling"))
+            assert cell.witness is not None
+            assert cell.witness.gap > VISIBLE
+        assert math.isnan(cell.residual_negative) == (cell.action not in ("Scaling", "ValueRescaling"))
 
 
 def test_predictions_for_the_gated_unit_are_those_written_by_hand() -> None:
@@ -99,7 +99,7 @@ def test_a_wrong_prediction_fails(monkeypatch: pytest.MonkeyPatch, form: type, a
 
 
 def test_a_break_needs_a_witness(table: list[Claim]) -> None:
-    broken = next(claim for claim in table if claim.prediction is BROKEN)
+    broken = next(cell for cell in table if cell.prediction is BROKEN)
     assert not replace(broken, witness=replace(broken.witness, after=broken.witness.before)).passed
     assert replace(broken.witness, before=0.0, after=0.0).gap == 0
     assert not replace(broken, residual=math.nan, prediction=INVARIANT, witness=None).passed
@@ -112,7 +112,7 @@ def test_a_witness_of_the_gated_unit_is_a_pair_at_which_the_formula_differs(tabl
         "α = -1": lambda unit, a, b: unit(-a, -b),
         "β = 2": lambda unit, a, b: unit(a, 2 * b) / 2,
     }
-    shown = [claim for claim in table if claim.form == "GatedMLP" and claim.witness]
+    shown = [cell for cell in table if cell.form == "GatedMLP" and cell.witness]
     assert len(shown) > 20
     for cell in shown:
         unit, found = UNITS[cell.unit], cell.witness
