@@ -165,7 +165,7 @@ def test_a_form_filled_from_a_real_layer_is_that_layer(smollm2: LoadedModel) -> 
         x, wide = x.double(), form.to(torch.float64)
         assert residual(wide, ValueRescaling(torch.linspace(-3, 4, 1536).double()), x) < 1e-12
         assert residual(wide, Exchange(), x) > 0.1
-        assert residual(wide, Scaling(2.0), x) > 0.1
+        assert residual(wide, Scaling(2.0), x) > 0.01
         coefficients = fitted_coefficients(wide, x)
         errors = [
             float((sibling(x) - wide(x)).norm() / wide(x).norm())
@@ -188,10 +188,10 @@ def test_what_the_interactions_of_smollm2_show(smollm2: LoadedModel) -> None:
     assert shares[11] == pytest.approx(0.442, abs=0.003)
     assert shares[2] == pytest.approx(0.496, abs=0.003)
     assert ranks == {2: [(3, 3)], 8: [(3, 3), (2, 2)], 11: [(2, 2)], 28: []}
-    few = slice(0, 40)
-    whole = torch.einsum("ju,ja,jb->uab", v[few], q[few], k[few])
+    q, k, v = (weight[:40, :64] for weight in (q, k, v))
+    whole = torch.einsum("ju,ja,jb->uab", v, q, k)
     brute = ((whole - whole.mT) / 2).square().sum() / whole.square().sum()
-    assert antisymmetric_share(q[few], k[few], v[few], block=7) == pytest.approx(float(brute), rel=1e-10)
+    assert antisymmetric_share(q, k, v, block=7) == pytest.approx(float(brute), rel=1e-10)
 
 
 def test_gemma3_gives_eighteen_rows(gemma3: LoadedModel) -> None:
