@@ -1,7 +1,7 @@
 """Measure how gated MLPs break the symmetries of rank-1 bilinear attention: the command line.
 
 Arguments become a model, a model and a text become a run, a run becomes a directory. No mathematics is done here.
-Exit codes: 0 done, 1 a check of the model failed (files are written and say which), 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 a check failed (of the model: files are written and say which), 2 bad input, 130 interrupted.
 """
 
 import logging
@@ -91,6 +91,35 @@ def merge(
     from analysis.run import Run
 
     _write(Run.merge([Run.load(directory) for directory in runs]), out, force, quiet)
+
+
+@app.command()
+@errors_reported()
+def theory(
+    activation: Annotated[str | None, typer.Option(help="One activation, or gpt_oss; default all.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Directory for theory.csv and a figure; default none.")] = None,
+    force: Force = False,
+) -> None:
+    """Check what theory says of every form, symmetry and activation; needs no model."""
+    if out is not None:
+        check_writable(out, force)
+    from rich.console import Console
+
+    from analysis.claims import UNITS
+    from analysis.units import unit_named
+    from reports.theory import print_theory, theory_of, write_theory
+
+    units = UNITS if activation is None else {activation: unit_named(activation)}
+    found = theory_of(units)
+    if out is not None:
+        write_theory(found, units, out, force)
+    if as_json:
+        print(found.to_json())
+    else:
+        print_theory(found, Console())
+    if not found.passed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -11,7 +11,7 @@ model nor TransformerLens: tables, figures and reports are made from it, here or
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,14 @@ class Layer:
         moments: what was seen of its neurons.
         geometry: their weights, with the norm gain folded as ``gain`` says.
         gain: in words, which norm's gain was folded into q and k.
+        interaction_antisymmetry: share of the interaction tensor's energy that is antisymmetric in q ↔ k, gain folded.
     """
 
     unit: Unit
     moments: Moments
     geometry: Geometry
     gain: str
+    interaction_antisymmetry: float
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Run:
         try:
             document = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
             if document["schema"] != SCHEMA:
-                raise UserError(f"{folder} has schema {document['schema']}, this version reads {SCHEMA}: update it")
+                raise UserError(f"{folder} has schema {document['schema']}, this version reads {SCHEMA}: analyze again")
             if sha256_of(folder / MOMENTS_FILE) != document["moments_sha256"]:
                 raise UserError(f"{folder / MOMENTS_FILE} is not the file that {RUN_FILE} describes: analyze again")
             tensors = load_file(folder / MOMENTS_FILE)
@@ -154,8 +156,7 @@ def _add(first: Run, second: Run) -> Run:
             if _overlap(ours, theirs):
                 raise UserError(f"both runs counted tokens of {ours['name']} (shard {ours['shard']}): nothing to add")
     layers = {
-        index: Layer(layer.unit, layer.moments + second.layers[index].moments, layer.geometry, layer.gain)
-        for index, layer in first.layers.items()
+        index: replace(layer, moments=layer.moments + second.layers[index].moments) for index, layer in first.layers.items()
     }
     record = {"merged_from": [*first.record.get("merged_from", [first.record]), second.record]}
     pairs = zip(first.acceptance, second.acceptance, strict=True)
@@ -195,6 +196,8 @@ def _tensors(layers: dict[int, Layer]) -> Iterator[tuple[str, Tensor]]:
         yield f"{index}.pooled", moments.pooled.values
         yield f"{index}.token_ratios", moments.token_ratios
         yield f"{index}.top_energy", torch.tensor(moments.top_energy, dtype=torch.float64)
+        antisymmetry = torch.tensor(layer.interaction_antisymmetry, dtype=torch.float64)
+        yield f"{index}.interaction_antisymmetry", antisymmetry
         yield f"{index}.counts", torch.tensor([moments.n_tokens, moments.n_sequences])
         for name, values in layer.geometry.tensors().items():
             yield f"{index}.geometry.{name}", values
@@ -214,4 +217,5 @@ def _read_layer(tensors: dict[str, Tensor], index: int, described: Record, setti
         n_tokens,
         n_sequences,
     )
-    return Layer(unit, moments, Geometry(**geometry), described["norm_gain"])
+    antisymmetry = tensors[f"{index}.interaction_antisymmetry"].item()
+    return Layer(unit, moments, Geometry(**geometry), described["norm_gain"], antisymmetry)

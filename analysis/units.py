@@ -100,6 +100,26 @@ def _one_sided(a: Scalars, slopes: Slopes) -> Scalars:
     return positive * torch.nn.functional.leaky_relu(a, negative / positive)
 
 
+@dataclass(frozen=True)
+class GptOssUnit(Unit):
+    """(clamp(b, −7, 7) + 1) · z·logistic(1.702 z) with z = min(a, 7): the unit of gpt-oss.
+
+    Not linear in b, because of the clamps and of the 1, so it is the one unit here that k → βk, v → v/β changes.
+    """
+
+    @property
+    def name(self) -> str:
+        return "gpt_oss"
+
+    def __call__(self, a: Scalars, b: Scalars) -> Scalars:
+        gate = a.clamp(max=7.0)
+        return (b.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+OTHER_UNITS: dict[str, Unit] = {unit.name: unit for unit in (GptOssUnit(),)}
+"""Units that are not σ(a)·b."""
+
+
 def unit_named(name: str) -> Unit:
     """The unit that ``Unit.name`` named; raises UserError for an unknown activation."""
-    return GatedUnit(activation_named(name))
+    return OTHER_UNITS.get(name) or GatedUnit(activation_named(name))

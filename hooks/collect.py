@@ -20,6 +20,7 @@ from transformer_lens.hook_points import HookPoint
 from analysis import __version__
 from analysis.errors import UserError
 from analysis.geometry import Geometry
+from analysis.interactions import antisymmetric_share
 from analysis.moments import N_BLOCKS, Moments, derangements
 from analysis.run import Layer, Run
 from analysis.sums import DEFAULT_ALPHAS, Layout
@@ -74,7 +75,10 @@ def analyze(
         seed=seed,
         quiet=quiet,
     )
-    found = {layer: Layer(site.unit, moments[layer], geometry[layer], site.gain_source) for layer, site in sites.items()}
+    found = {
+        layer: Layer(site.unit, moments[layer], geometry[layer], site.gain_source, _interaction_antisymmetry(site))
+        for layer, site in sites.items()
+    }
     asked = range(model.description["n_layers"]) if layers is None else layers
     skipped = {layer: reason for layer, reason in model.skipped.items() if layer in asked}
     settings = {
@@ -189,6 +193,10 @@ def forward(model: LoadedModel, batch: Sequence[Window], hooks: list[tuple[str, 
                 model.bridge.original_model.base_model(tokens, use_cache=False, **attention)
     except torch.cuda.OutOfMemoryError as error:
         raise UserError(f"out of GPU memory with {len(batch)} windows a batch: use a smaller --batch-size") from error
+
+
+def _interaction_antisymmetry(site: Site) -> float:
+    return antisymmetric_share(site.q * site.gain, site.k * site.gain, site.v)
 
 
 def _batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:

@@ -22,6 +22,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import MoEBridge
 
 from analysis.activations import ACTIVATIONS, ALIASES
+from analysis.gated import GatedMLP
 from analysis.units import GatedUnit, Unit
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -43,6 +44,7 @@ class Site:
         gain_source: which norm that is, in words.
         identity_error: relative error of h = g(a, b) on the probe.
         output_error: relative error of the MLP's output computed from q, k, v.
+        q_bias, k_bias, v_bias: biases of a, b and y, None where the model has none.
     """
 
     layer: int
@@ -54,6 +56,13 @@ class Site:
     gain_source: str
     identity_error: float
     output_error: float
+    q_bias: Float[Tensor, " d_mlp"] | None = None
+    k_bias: Float[Tensor, " d_mlp"] | None = None
+    v_bias: Float[Tensor, " d_model"] | None = None
+
+    def gated_mlp(self) -> GatedMLP:
+        """The layer's MLP as a form of the family, on x after its norm, with the model's own weights."""
+        return GatedMLP(self.unit, self.q, self.k, self.v, self.q_bias, self.k_bias, self.v_bias)
 
     @property
     def hook_a(self) -> str:
@@ -146,13 +155,13 @@ def _prove(bridge: TransformerBridge, layer: int, seen: dict[str, Tensor], fired
     unit, identity_error = _identify(a, b, h, bridge.original_model.config)
     limit = OUTPUT_SLACK * TOLERANCE[h.dtype]
     wide = torch.promote_types(h.dtype, torch.float32)
-    pre_a, pre_b = (nn.functional.linear(x.to(wide), w.to(wide), _to(bias, wide)) for w, bias in ((q, q_bias), (k, k_bias)))
-    output = nn.functional.linear(unit(pre_a, pre_b), v.T.to(wide), _to(v_bias, wide))
+    output = GatedMLP(unit, q, k, v, q_bias, k_bias, v_bias).to(wide)(x.to(wide))
     output_error = max(_relative_error(output, y), _relative_error(output, _original(mlp, x)))
     if not output_error <= limit:
         raise NotASiteError(f"MLP output from q, k, v is off by {output_error:.1e} (limit {limit:.0e})")
     gain, source = _norm_gain(block, layer, x, seen)
-    return Site(layer, unit, q.detach(), k.detach(), v.detach(), gain, source, identity_error, output_error)
+    weights, biases = (q.detach(), k.detach(), v.detach()), (_detached(bias) for bias in (q_bias, k_bias, v_bias))
+    return Site(layer, unit, *weights, gain, source, identity_error, output_error, *biases)
 
 
 def _linear(mlp: nn.Module | None, part: str) -> tuple[Tensor, Tensor | None]:
@@ -230,8 +239,8 @@ def _relative_error(value: Tensor, reference: Tensor) -> float:
     return float((value.double() - reference).norm() / reference.norm())
 
 
-def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if tensor is None else tensor.to(dtype)
+def _detached(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.detach()
 
 
 def _size(tensor: Tensor) -> str:

@@ -86,6 +86,7 @@ def _layer_row(index: int, layer: Layer) -> dict[str, int | float]:
         "top_token_share": moments.top_energy / pooled["hh"].item() if pooled["hh"].item() else np.nan,
         "cos_qk_abs_mean": geometry.cos_qk.abs().mean().item(),
         "score_max_ratio": (score.max() / score.median()).item(),
+        "interaction_antisymmetry": layer.interaction_antisymmetry,
     }
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import run_analysis
+from analysis import properties
 from analysis.run import Run
 from hooks import builtin as builtin_module
 from run_analysis import app, parse_layers
@@ -214,6 +215,54 @@ def test_a_failed_check_exits_with_1_and_is_written(
     assert code == 1
     assert "check failed: logits with and without TransformerLens" in out
     assert not all(check["passed"] for check in Run.load(tmp_path / "run").acceptance)
+
+
+def test_theory_prints_every_claim_with_its_verdict(tmp_path: Path) -> None:
+    code, out, err = call("theory", "--activation", "swish", "--out", tmp_path / "theory")
+    assert (code, err) == (0, "")
+    words = " ".join(out.split())
+    assert "37 of 37 claims hold." in words
+    assert "FAILS" not in words
+    assert "3.69e+11" in words
+    names = {str(path.relative_to(tmp_path / "theory")) for path in (tmp_path / "theory").rglob("*.*")}
+    assert names == {"theory.csv", "theorems.csv", "sizes.csv", "figures/theory.png"}
+    claims = pd.read_csv(tmp_path / "theory" / "theory.csv")
+    assert len(claims) == 35
+    assert claims["passed"].all()
+    assert (claims["measured"] == claims["prediction"]).all()
+    assert claims.loc[claims["prediction"] == "invariant", "residual"].max() < 1e-12
+    assert claims.loc[claims["prediction"] != "invariant", "witness_a"].notna().all()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    assert "add --force" in refused("theory", "--activation", "relu", "--out", tmp_path / "notes")
+
+
+def test_theory_as_json() -> None:
+    code, out, _ = call("theory", "--activation", "gpt_oss", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert document["passed"] is True
+    assert {(claim["form"], claim["unit"]) for claim in document["claims"]} == {
+        ("GatedMLP", "gpt_oss"),
+        ("LowRankGated", "gpt_oss"),
+    }
+    permutation = next(claim for claim in document["claims"] if claim["action"] == "Permutation")
+    assert (permutation["measured"], permutation["witness_a"]) == ("invariant", None)
+    assert 0 < permutation["residual"] < 1e-12
+    assert document["theorems"] == []
+    assert [size["form"] for size in document["sizes"]][:2] == ["KeyValueMemory", "GlobalQueryMemory"]
+
+
+def test_theory_that_fails_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(properties.PROPERTIES, "silu", properties.PROPERTIES["linear"])
+    code, out, _ = call("theory", "--activation", "silu")
+    assert code == 1
+    assert "FAILS" in out
+    assert "25 of 37 claims hold." in out  # 3 on the gated form, 4 on its rank r, value rescaling on the 5 others
+
+
+def test_theory_of_an_unknown_activation_is_one_line() -> None:
+    assert "unknown gate activation 'mish'" in refused("theory", "--activation", "mish")
 
 
 def test_layers_are_lists_of_indices_and_ranges() -> None:

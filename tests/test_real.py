@@ -16,6 +16,10 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from analysis import measures
+from analysis.actions import Exchange, Scaling, ValueRescaling, residual
+from analysis.conversions import bilinear_sibling, exchanged_twin, fitted_coefficients, symmetric_sibling
+from analysis.gated import GatedMLP
+from analysis.interactions import antisymmetric_share, value_groups
 from analysis.run import Run
 from hooks.builtin import BUILTINS, builtin_directory
 from hooks.collect import analyze
@@ -134,6 +138,60 @@ def test_layer_numbers_do_not_depend_on_the_gauge_but_plain_exchange_does(smollm
             assert after[column] != pytest.approx(value, rel=1e-3), column
         else:
             assert after[column] == pytest.approx(value, rel=1e-6, abs=1e-9), column
+
+
+def mlp_inputs_and_outputs(model: LoadedModel, text: str) -> dict[int, tuple[Tensor, Tensor]]:
+    """x and y of every MLP, from hooks on the model's own modules, position 0 left out."""
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    layers = model.bridge.original_model.model.layers
+    handles = [
+        layer.mlp.register_forward_hook(lambda _, x, y, index=index: seen.update({index: (x[0][0, 1:], y[0, 1:])}))
+        for index, layer in enumerate(layers)
+    ]
+    with torch.no_grad():
+        model.bridge.original_model(torch.tensor([model.tokenizer(text).input_ids]))
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def test_a_form_filled_from_a_real_layer_is_that_layer(smollm2: LoadedModel) -> None:
+    seen = mlp_inputs_and_outputs(smollm2, "The capital of France is Paris, and the capital of Italy is Rome.")
+    assert list(seen) == list(smollm2.sites)
+    for layer, (x, y) in seen.items():
+        form = smollm2.sites[layer].gated_mlp()
+        assert form.n_parameters == GatedMLP.count(576, 1536)
+        torch.testing.assert_close(form(x), y, rtol=1e-4, atol=1e-5 * float(y.abs().max()))
+        x, wide = x.double(), form.to(torch.float64)
+        assert residual(wide, ValueRescaling(torch.linspace(-3, 4, 1536).double()), x) < 1e-12
+        assert residual(wide, Exchange(), x) > 0.1
+        assert residual(wide, Scaling(2.0), x) > 0.01
+        coefficients = fitted_coefficients(wide, x)
+        errors = [
+            float((sibling(x) - wide(x)).norm() / wide(x).norm())
+            for sibling in (bilinear_sibling(wide, coefficients), symmetric_sibling(wide), exchanged_twin(wide))
+        ]
+        assert 0.01 < errors[0] < 1
+        assert errors[2] == pytest.approx(residual(wide, Exchange(), x), rel=1e-9)
+        assert residual(symmetric_sibling(wide), Exchange(), x) == 0
+
+
+def test_what_the_interactions_of_smollm2_show(smollm2: LoadedModel) -> None:
+    """The aligned q and k of the two neurons that carry the massive activation show in the whole layer's share."""
+    shares, ranks = {}, {}
+    for layer in (2, 8, 11, 28):
+        site = smollm2.sites[layer]
+        q, k, v = (w.double() for w in (site.q * site.gain, site.k * site.gain, site.v))
+        shares[layer] = antisymmetric_share(q, k, v)
+        ranks[layer] = [(len(group.neurons), group.rank) for group in value_groups(q, k, v, 0.9)]
+    assert shares[28] == pytest.approx(0.305, abs=0.003)
+    assert shares[11] == pytest.approx(0.442, abs=0.003)
+    assert shares[2] == pytest.approx(0.496, abs=0.003)
+    assert ranks == {2: [(3, 3)], 8: [(3, 3), (2, 2)], 11: [(2, 2)], 28: []}
+    q, k, v = (weight[:40, :64] for weight in (q, k, v))
+    whole = torch.einsum("ju,ja,jb->uab", v, q, k)
+    brute = ((whole - whole.mT) / 2).square().sum() / whole.square().sum()
+    assert antisymmetric_share(q, k, v, block=7) == pytest.approx(float(brute), rel=1e-10)
 
 
 def test_gemma3_gives_eighteen_rows(gemma3: LoadedModel) -> None:

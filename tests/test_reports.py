@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -22,7 +23,8 @@ from reports.tables import curves_table, layers_table, neurons_table
 LAYER_COLUMNS = (
     "layer n_neurons n_tokens exchange exchange_se exchange_token_median exchange_neuron_median exchange_relative_change "
     "exchange_null_gaussian exchange_null_repaired scaling_half scaling_double scaling_double_se scaling_flip "
-    "euler_residual bilinear_share placement gate_positive top_token_share cos_qk_abs_mean score_max_ratio"
+    "euler_residual bilinear_share placement gate_positive top_token_share cos_qk_abs_mean score_max_ratio "
+    "interaction_antisymmetry"
 ).split()
 NEURON_COLUMNS = (
     "layer neuron exchange scaling_half scaling_double scaling_flip euler_residual bilinear_share placement "
@@ -69,6 +71,15 @@ def test_tables_hold_the_runs_numbers(run: Run) -> None:
         np.testing.assert_allclose(mine.filter(like="quadrant_energy").sum(axis=1), 1, rtol=1e-5)
         assert layers.loc[index, "cos_qk_abs_mean"] == pytest.approx(mine["cos_qk"].abs().mean())
         assert layers.loc[index, "score_max_ratio"] == pytest.approx(mine["score"].max() / np.sort(mine["score"])[23])
+
+
+def test_the_interaction_share_is_that_of_the_weights_with_the_gain_folded(llama: LoadedModel, run: Run) -> None:
+    shares = layers_table(run).set_index("layer")["interaction_antisymmetry"]
+    for index, site in llama.sites.items():
+        gain = site.gain.double()
+        whole = torch.einsum("ju,ja,jb->uab", site.v.double(), site.q * gain, site.k * gain)
+        expected = ((whole - whole.mT) / 2).square().sum() / whole.square().sum()
+        assert shares[index] == pytest.approx(float(expected), rel=1e-10)
 
 
 def test_a_directory_holds_everything_and_reads_back(run: Run, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from analysis import directory as directory_module
 from analysis.directory import check_writable, is_run, staged
 from analysis.errors import UserError
-from analysis.run import MOMENTS_FILE, Layer, Run
+from analysis.run import MOMENTS_FILE, Run
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from tests.tiny import save_tiny
@@ -43,6 +43,7 @@ def assert_same(first: Run, second: Run, exact: bool = True) -> None:
         )
         assert ours.neuron.layout == theirs.neuron.layout
         assert layer.unit == second.layers[index].unit
+        assert layer.interaction_antisymmetry == second.layers[index].interaction_antisymmetry
         for name, values in layer.geometry.tensors().items():
             assert torch.equal(values, second.layers[index].geometry.tensors()[name])
 
@@ -119,7 +120,7 @@ def test_a_run_that_is_not_whole_is_refused(run: Run, tmp_path: Path) -> None:
     folder = damaged("newer")
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**document, "schema": 99}))
-    with pytest.raises(UserError, match="schema 99, this version reads 1"):
+    with pytest.raises(UserError, match="schema 99, this version reads 2"):
         Run.load(folder)
 
 
@@ -130,7 +131,7 @@ def test_missing_numbers_have_a_reason(llama: LoadedModel, run: Run) -> None:
     layer = run.layers[0]
     silent = replace(layer.moments, neuron=replace(layer.moments.neuron, values=layer.moments.neuron.values.clone()))
     silent.neuron.values[:, 3] = 0
-    dead = replace(run, layers={0: Layer(layer.unit, silent, layer.geometry, layer.gain)})
+    dead = replace(run, layers={0: replace(layer, moments=silent)})
     assert "1 in layer 0" in dead.missing()["neurons without energy"]
 
 
@@ -182,7 +183,7 @@ def test_an_interruption_while_moving_waits_until_all_is_moved(tmp_path: Path, m
     monkeypatch.setattr(directory_module.os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt), staged(tmp_path / "out") as folder:
         for name in ("run.json", "a.csv", "z.csv"):
-            (folder / name).write_text('{"schema": 1}')
+            (folder / name).write_text('{"schema": 2}')
     assert order[-1] == "run.json"
     assert is_run(tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.csv", "run.json", "z.csv"]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from analysis.conversions import absorbed_biases, extended
 from analysis.errors import UserError
 from hooks.models import load_model
 from hooks.sites import find_sites
@@ -59,9 +60,11 @@ def test_hooks_read_what_the_models_own_modules_compute(directories: dict[str, P
             torch.testing.assert_close(seen[name], expected[symbol], rtol=1e-4, atol=1e-4)
         gate = GATES.get(family, functional.silu)
         torch.testing.assert_close(site.unit(expected["a"], expected["b"]), gate(expected["a"]) * expected["b"])
-        if family != "llama-bias":
-            rebuilt = (gate(expected["x"] @ site.q.T) * (expected["x"] @ site.k.T)) @ site.v
-            torch.testing.assert_close(rebuilt, expected["y"], rtol=1e-4, atol=1e-4)
+        form, rows = site.gated_mlp(), expected["x"].flatten(0, 1)
+        torch.testing.assert_close(form(rows), expected["y"].flatten(0, 1), rtol=1e-4, atol=1e-4)
+        assert form.has_biases == (family == "llama-bias")
+        absorbed = absorbed_biases(form)(extended(rows))
+        torch.testing.assert_close(absorbed[:, :-1], expected["y"].flatten(0, 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""The figure of the two symmetries: g(a, b) and g(b, a) over the plane, their difference, and the family over α."""
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analysis.units import Unit
+
+REACH = 4.0
+POINTS = 161
+ALPHAS = (-1.0, 0.25, 0.5, 1.0, 2.0, 4.0)
+COLORS = ("tab:red", "#c6dbef", "#6baed6", "black", "#3182bd", "#08519c")
+
+
+def units_figure(units: dict[str, Unit]) -> Figure:
+    """One row a unit: g(a, b), g(b, a), the difference, and g(αa, b/α) along a at b = 1 for several α."""
+    figure = Figure(figsize=(13, 2.8 * len(units)), layout="constrained")
+    rows = figure.subplots(len(units), 4, squeeze=False)
+    for (whole, swapped, difference, family), unit in zip(rows, units.values(), strict=True):
+        h, exchanged = _over_the_plane(unit)
+        reach = float(np.abs(h).max())
+        draw_plane(h, whole, f"{unit.name}: g(a, b)", reach)
+        draw_plane(exchanged, swapped, "g(b, a)", reach)
+        draw_plane(h - exchanged, difference, "g(a, b) − g(b, a)", reach)
+        draw_family(unit, family)
+    return figure
+
+
+def draw_plane(values: np.ndarray, ax: Axes, title: str, reach: float) -> Axes:
+    """Values over the (a, b) plane, one colour scale for the three panels of a unit."""
+    extent = (-REACH, REACH, -REACH, REACH)
+    image = ax.imshow(values.T, origin="lower", extent=extent, cmap="RdBu_r", vmin=-reach, vmax=reach)
+    ax.figure.colorbar(image, ax=ax)
+    ax.set(title=title, xlabel="a", ylabel="b")
+    return ax
+
+
+def draw_family(unit: Unit, ax: Axes) -> Axes:
+    """g(αa, b/α) at b = 1: one curve for all α > 0 where scaling is a symmetry."""
+    a = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
+    for alpha, color in zip(ALPHAS, COLORS, strict=True):
+        h = unit.scaled(a, torch.ones_like(a), alpha)
+        style = "--" if alpha < 0 else "-"
+        ax.plot(a.numpy(), h.numpy(), color=color, linestyle=style, label=f"α = {alpha:g}")
+    ax.set(title="g(αa, 1/α)", xlabel="a")
+    ax.legend(fontsize=7)
+    return ax
+
+
+def _over_the_plane(unit: Unit) -> tuple[np.ndarray, np.ndarray]:
+    points = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
+    a, b = torch.meshgrid(points, points, indexing="ij")
+    return unit(a, b).numpy(), unit.exchanged(a, b).numpy()
