@@ -120,7 +120,7 @@ def test_a_run_that_is_not_whole_is_refused(run: Run, tmp_path: Path) -> None:
     folder = damaged("newer")
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**document, "schema": 99}))
-    with pytest.raises(UserError, match="schema 99, this version reads 2"):
+    with pytest.raises(UserError, match="schema 99, this version reads 1"):
         Run.load(folder)
 
 
@@ -183,7 +183,7 @@ def test_an_interruption_while_moving_waits_until_all_is_moved(tmp_path: Path, m
     monkeypatch.setattr(directory_module.os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt), staged(tmp_path / "out") as folder:
         for name in ("run.json", "a.csv", "z.csv"):
-            (folder / name).write_text('{"schema": 2}')
+            (folder / name).write_text('{"schema": 1}')
     assert order[-1] == "run.json"
     assert is_run(tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.csv", "run.json", "z.csv"]
