@@ -20,6 +20,10 @@ from hooks.builtin import BUILTINS, DEFAULT_MODEL
 if TYPE_CHECKING:
     from analysis.run import Run
 
+MAX_LAYERS = 10_000
+MAX_ALPHA = 1e4
+"""Beyond it (αa, b/α) leaves float32; the limits are what such scales would show."""
+
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 Model = Annotated[str, typer.Argument(help="Built-in name, hub id (org/name), directory, or .gguf file.")]
@@ -55,7 +59,7 @@ def analyze(
     alphas: Annotated[str, typer.Option(help="Scales α of (αa, b/α).")] = "-1,0.125,0.25,0.5,2,4,8",
     batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 8,
     shard: Annotated[str, typer.Option(help="K/N: read every N-th window from K on; merge the runs afterwards.")] = "0/1",
-    seed: Annotated[int, typer.Option(help="Seed of the re-paired null.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the re-paired null.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
@@ -65,11 +69,14 @@ def analyze(
     quiet: Quiet = False,
 ) -> None:
     """Measure every layer and neuron of a model on a text."""
-    directory = out or Path("out") / Path(model).name
+    directory = out or default_directory(model)
     check_writable(directory, force)
     wanted, scales = parse_layers(layers), parse_alphas(alphas)
     from hooks.collect import analyze as collect_run
+    from hooks.corpus import check_windows
     from hooks.models import load_model
+
+    check_windows(context, skip_positions, shard)
 
     _announce(quiet)
     subject = load_model(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
@@ -130,6 +137,11 @@ def models() -> None:
         print(f"{name:14} {builtin.title} ({builtin.megabytes} MB{default}); {builtin.weights_format}; {builtin.license}")
 
 
+def default_directory(model: str) -> Path:
+    """out/ and the model's own name; org/name becomes org--name."""
+    return Path("out") / (Path(model).resolve().name if Path(model).exists() else model.replace("/", "--"))
+
+
 def parse_layers(text: str | None) -> list[int] | None:
     """'0-5,11' as a list of indices."""
     if text is None:
@@ -137,8 +149,10 @@ def parse_layers(text: str | None) -> list[int] | None:
     chosen: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+        if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UserError(f"layers {text!r} is not a list of indices and ranges: write it like 0-5,11")
+        if not int(first) <= int(last or first) < MAX_LAYERS:
+            raise UserError(f"layers {part.strip()} is no range of layers: write the smaller index first")
         chosen += range(int(first), int(last or first) + 1)
     return chosen
 
@@ -149,8 +163,8 @@ def parse_alphas(text: str) -> list[float]:
         scales = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise UserError(f"alphas {text!r} is not a list of numbers: write it like -1,0.5,2") from error
-    if not all(0 < abs(scale) < float("inf") for scale in scales):
-        raise UserError(f"alphas {text!r} must be finite and not 0: the limits are added where they exist")
+    if not all(1 / MAX_ALPHA <= abs(scale) <= MAX_ALPHA for scale in scales):
+        raise UserError(f"alphas {text!r} must lie between 1e-4 and 1e4: the limits 0 and ∞ are added where they exist")
     return scales
 
 

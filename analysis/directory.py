@@ -1,8 +1,8 @@
 """A run's directory is written as a whole or not at all.
 
 Files are made in a hidden folder inside the directory, so a full disk or an interruption leaves what was there before.
-Only when all are complete are they moved over the old ones, ``run.json`` last; what else lies in the directory is not
-touched.
+Only when all are complete are they moved over the old ones, ``run.json`` last, and moved back if one of them cannot be;
+what else lies there is not touched. (A process killed between two renames leaves files that ``Run.load`` refuses.)
 """
 
 import json
@@ -12,8 +12,10 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from analysis.errors import UserError
 
@@ -25,9 +27,10 @@ _STAGING = ".writing-"
 def is_run(directory: Path) -> bool:
     """Whether the directory holds a run that this program wrote."""
     try:
-        return "schema" in json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        document = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return False
+    return isinstance(document, dict) and "schema" in document
 
 
 def check_writable(directory: Path, force: bool = False) -> None:
@@ -56,9 +59,10 @@ def staged(directory: Path, force: bool = False) -> Iterator[Path]:
         with _interrupt_deferred():
             _publish(staging, directory)
             created = None  # what was published stays, also when the deferred Ctrl-C comes through now
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own name for a full disk
         _discard(staging, created)
-        raise UserError(f"writing to {directory} failed ({error.strerror}): nothing was changed there") from error
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"writing to {directory} failed ({reason}): nothing was changed there") from error
     except BaseException:
         _discard(staging, created)
         raise
@@ -66,12 +70,21 @@ def staged(directory: Path, force: bool = False) -> Iterator[Path]:
 
 
 def _publish(staging: Path, directory: Path) -> None:
-    """Move every staged file into place, ``run.json`` last."""
-    files = sorted((path for path in staging.rglob("*") if path.is_file()), key=lambda path: path.name == RUN_FILE)
-    for path in files:
-        target = directory / path.relative_to(staging)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, target)
+    """Move every staged file into place, ``run.json`` last; if one cannot be moved, all are as before."""
+    files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
+    replaced = staging / "replaced"
+    with ExitStack() as undo:
+        for file in sorted(files, key=lambda file: file.name == RUN_FILE):
+            target, kept = directory / file, replaced / file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                os.replace(target, kept)
+                undo.callback(os.replace, kept, target)
+            else:
+                undo.callback(target.unlink, missing_ok=True)
+            os.replace(staging / file, target)
+        undo.pop_all()
 
 
 def _first_missing(directory: Path) -> Path | None:

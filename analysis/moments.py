@@ -20,7 +20,7 @@ from analysis.units import Unit
 N_BLOCKS = 32
 """Blocks of consecutive sequences that the jackknife leaves out one by one."""
 RATIO_BINS = 4096
-"""Equal bins on [0, 1] that hold the asymmetries of single tokens: a median read from them is off by at most 1/4096."""
+"""Bins that hold the asymmetries r of single tokens, of equal width in √r: a median m is off by at most about √m/2048."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ def derangements(d_mlp: int, draws: int, seed: int) -> Int64[Tensor, "draw d_mlp
 def _histogram(ratios: Float[Tensor, "measure token"]) -> Int64[Tensor, "measure bin"]:
     """Counts by bin; a token without any energy has no ratio and is left out."""
     n_measures = len(ratios)
-    bins = (ratios.double() * RATIO_BINS).nan_to_num(nan=-1).long().clamp(max=RATIO_BINS - 1)
+    bins = (ratios.double().sqrt() * RATIO_BINS).nan_to_num(nan=-1).long().clamp(max=RATIO_BINS - 1)
     flat = bins + RATIO_BINS * torch.arange(n_measures, device=bins.device)[:, None]
     counts = torch.bincount(flat[bins >= 0], minlength=n_measures * RATIO_BINS)
     return counts.reshape(n_measures, RATIO_BINS)
 
 
 def histogram_median(counts: Int64[Tensor, " bin"]) -> float:
-    """The median of the histogrammed values in [0, 1], evenly spread within their bins; NaN when nothing was counted."""
+    """The median of the values whose square roots were histogrammed, evenly within bins; NaN when nothing was counted."""
     total = int(counts.sum())
     if total == 0:
         return math.nan
@@ -142,6 +142,6 @@ def histogram_median(counts: Int64[Tensor, " bin"]) -> float:
     def value_of_rank(rank: int) -> float:
         index = int(torch.searchsorted(cumulative, rank + 1))
         before, inside = int(cumulative[index] - counts[index]), int(counts[index])
-        return (index + (rank - before + 0.5) / inside) / len(counts)
+        return ((index + (rank - before + 0.5) / inside) / len(counts)) ** 2
 
     return (value_of_rank((total - 1) // 2) + value_of_rank(total // 2)) / 2

@@ -9,7 +9,7 @@ model nor TransformerLens: tables, figures and reports are made from it, here or
 """
 
 import json
-import math
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int64
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -62,15 +63,17 @@ class Run:
         model: what was read: name, revision or hash, weights' format, activation, dtype, sizes.
         settings: how it was read: context, skipped positions, BOS, scales, seed. Runs merge only if these are equal.
         corpus: the parts of text that were counted, one record each.
+        windows: a number for every window that was counted, by which runs know that they counted the same.
         acceptance: the checks made when the model was loaded: ``check``, ``value``, ``limit``, ``passed``.
         skipped: layers that were asked for and not analysed, with the reason.
-        record: versions, device, wall time, command; informative only.
+        record: versions, device, wall time; informative only.
     """
 
     layers: dict[int, Layer]
     model: Record
     settings: Record
     corpus: tuple[Record, ...]
+    windows: Int64[Tensor, " window"]
     acceptance: tuple[Record, ...] = ()
     skipped: dict[int, str] = field(default_factory=dict)
     record: Record = field(default_factory=dict)
@@ -86,7 +89,7 @@ class Run:
 
     def write(self, folder: Path) -> None:
         """Write ``moments.safetensors`` and ``run.json`` into an existing folder."""
-        save_file(dict(_tensors(self.layers)), folder / MOMENTS_FILE)
+        save_file({"windows": self.windows, **dict(_tensors(self.layers))}, folder / MOMENTS_FILE)
         document = {
             "schema": SCHEMA,
             "model": self.model,
@@ -101,6 +104,7 @@ class Run:
         }
         text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
         (folder / RUN_FILE).write_text(text + "\n", encoding="utf-8")
+        shutil.copymode(folder / RUN_FILE, folder / MOMENTS_FILE)  # safetensors writes for its owner alone
 
     @classmethod
     def load(cls, directory: str | Path) -> "Run":
@@ -112,6 +116,7 @@ class Run:
                 raise UserError(f"{folder} has schema {document['schema']}, this version reads {SCHEMA}: analyze again")
             if sha256_of(folder / MOMENTS_FILE) != document["moments_sha256"]:
                 raise UserError(f"{folder / MOMENTS_FILE} is not the file that {RUN_FILE} describes: analyze again")
+            _check_document(document)
             tensors = load_file(folder / MOMENTS_FILE)
             layers = {
                 int(index): _read_layer(tensors, int(index), described, document["settings"])
@@ -123,6 +128,7 @@ class Run:
                 document["model"],
                 document["settings"],
                 tuple(document["corpus"]),
+                tensors["windows"],
                 tuple(document["acceptance"]),
                 skipped,
                 document["record"],
@@ -130,7 +136,8 @@ class Run:
         except FileNotFoundError as error:
             raise UserError(f"{folder} is not a run: {Path(error.filename or RUN_FILE).name} is missing") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-            raise UserError(f"{folder} is not a readable run ({type(error).__name__}: {error})") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"{folder} is not a readable run ({reason}): analyze again") from error
 
     @classmethod
     def merge(cls, runs: Sequence["Run"]) -> "Run":
@@ -145,31 +152,28 @@ def _add(first: Run, second: Run) -> Run:
         for key in sorted({*part, *theirs}):
             if part.get(key) != theirs.get(key):
                 raise UserError(f"runs differ in {key} ({part.get(key)} and {theirs.get(key)}): they do not merge")
-    if list(first.layers) != list(second.layers) or first.skipped != second.skipped:
-        raise UserError(f"runs differ in layers ({list(first.layers)} and {list(second.layers)}): they do not merge")
+    for what, mine, other in (
+        ("layers", list(first.layers), list(second.layers)),
+        ("skipped layers", list(first.skipped), list(second.skipped)),
+        ("checks", [check["check"] for check in first.acceptance], [check["check"] for check in second.acceptance]),
+    ):
+        if mine != other:
+            raise UserError(f"runs differ in {what} ({mine} and {other}): they do not merge")
     for index, layer in first.layers.items():
         for name, values in layer.geometry.tensors().items():
             if not torch.allclose(values, second.layers[index].geometry.tensors()[name], rtol=1e-9, atol=1e-12):
                 raise UserError(f"layer {index} has other weights in the second run ({name} differs): they do not merge")
-    for ours in first.corpus:
-        for theirs in second.corpus:
-            if _overlap(ours, theirs):
-                raise UserError(f"both runs counted tokens of {ours['name']} (shard {ours['shard']}): nothing to add")
+    common = len(set(first.windows.tolist()) & set(second.windows.tolist()))
+    if common:
+        raise UserError(f"both runs counted the same {common} windows of {first.corpus[0]['name']}: they do not merge")
     layers = {
         index: replace(layer, moments=layer.moments + second.layers[index].moments) for index, layer in first.layers.items()
     }
-    record = {"merged_from": [*first.record.get("merged_from", [first.record]), second.record]}
+    record = {"merged_from": [part for run in (first, second) for part in run.record.get("merged_from", [run.record])]}
     pairs = zip(first.acceptance, second.acceptance, strict=True)
     worst = tuple(max(pair, key=lambda check: check["value"]) for pair in pairs)
-    return Run(layers, first.model, first.settings, first.corpus + second.corpus, worst, first.skipped, record)
-
-
-def _overlap(first: Record, second: Record) -> bool:
-    """Whether two parts hold a window in common: i ≡ k₁ (mod n₁) and i ≡ k₂ (mod n₂) meet iff k₁ ≡ k₂ (mod gcd)."""
-    if first["windows_sha256"] != second["windows_sha256"]:
-        return False
-    (k1, n1), (k2, n2) = (map(int, part["shard"].split("/")) for part in (first, second))
-    return (k1 - k2) % math.gcd(n1, n2) == 0
+    corpus, windows = first.corpus + second.corpus, torch.cat([first.windows, second.windows])
+    return Run(layers, first.model, first.settings, corpus, windows, worst, first.skipped, record)
 
 
 def _reasons(run: Run) -> Iterator[tuple[str, str]]:
@@ -183,6 +187,18 @@ def _reasons(run: Run) -> Iterator[tuple[str, str]]:
     if any(dead.values()):
         silent = ", ".join(f"{count} in layer {index}" for index, count in dead.items() if count)
         yield "neurons without energy", f"h was 0 on every counted token, ratios are undefined: {silent}"
+
+
+def _check_document(document: Record) -> None:
+    """Raise KeyError or ValueError where ``run.json`` lacks what tables and merging rely on."""
+    if not document["layers"] or not document["corpus"]:
+        raise ValueError("it has no layers or no corpus")
+    for part in document["corpus"]:
+        _ = part["name"], part["shard"], int(part["tokens_counted"]), bool(part["cut_at_max_tokens"])
+    for check in document["acceptance"]:
+        _ = check["check"], float(check["value"]), float(check["limit"]), bool(check["passed"])
+    for key in ("name", "weights", "units", "n_layers", "dtype"):
+        _ = document["model"][key]
 
 
 def _describe(layer: Layer) -> Record:

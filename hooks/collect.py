@@ -30,6 +30,7 @@ from hooks.models import LoadedModel
 from hooks.sites import Site
 
 DEFAULT_BATCH = 8
+_REMEDY = {"float16": "use --dtype bfloat16 or float32", "bfloat16": "use --dtype float32"}
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy")
 
 HookFunction = Callable[[Tensor, HookPoint], None]
@@ -61,6 +62,8 @@ def analyze(
     Raises:
         UserError: a layer is not there, or activations are NaN or infinite.
     """
+    if batch_size < 1:
+        raise UserError(f"a batch of {batch_size} windows cannot be read: use at least 1")
     started = time.perf_counter()
     sites = select_sites(model, layers)
     geometry = {layer: Geometry.of(site.q, site.k, site.v, site.gain) for layer, site in sites.items()}
@@ -99,13 +102,17 @@ def analyze(
         "versions": {"gated-mlp-symmetry": __version__, "python": platform.python_version()}
         | {name: version(name) for name in VERSIONED},
     }
-    return Run(found, model.description, settings, (corpus.description,), model.acceptance, skipped, record)
+    return Run(
+        found, model.description, settings, (corpus.description,), corpus.window_keys, model.acceptance, skipped, record
+    )
 
 
 def select_sites(model: LoadedModel, layers: Sequence[int] | None) -> dict[int, Site]:
     """The proven sites among the layers asked for; UserError if there is none, or no such layer."""
     if layers is None:
         return model.sites
+    if not layers:
+        raise UserError("an empty list of layers was given: name some, or leave it out for all")
     n_layers = model.description["n_layers"]
     for layer in layers:
         if not 0 <= layer < n_layers:
@@ -218,7 +225,7 @@ def _check_finite(streams: dict[int, LayerStream], batch: Sequence[Window], dtyp
         if not math.isfinite(float(stream.moments.neuron.values.sum())):
             raise UserError(
                 f"activations of layer {layer} are NaN or infinite in windows {batch[0].index}-{batch[-1].index} "
-                f"({dtype}): use --dtype bfloat16 or float32"
+                f"({dtype}): {_REMEDY.get(dtype, 'the weights do not bear this text')}"
             )
 
 

@@ -27,6 +27,8 @@ from analysis.moments import N_BLOCKS
 SAMPLE = "sample"
 DEFAULT_CONTEXT = 256
 _DOCUMENT_FIELD = "text"
+MIN_COUNTED = 16
+"""Fewer counted tokens than these are no measurement."""
 _CHARACTERS_PER_TOKEN = 32
 """More than any text has on average: of a long file, only so much is read as can be needed."""
 
@@ -61,6 +63,11 @@ class Corpus:
     context: int
     skip_positions: int
     description: dict[str, Any]
+
+    @property
+    def window_keys(self) -> Int64[Tensor, " window"]:
+        """A number for each window of this shard, made from its place and its tokens: equal only for the same window."""
+        return torch.tensor([_key(window) for window in self.windows])
 
     def block_of(self, window: Window) -> int:
         """The jackknife block of a window: consecutive windows of the whole corpus share one, whatever the shard."""
@@ -101,9 +108,7 @@ def load_corpus(
     Raises:
         UserError: the source is not there, is not text, or gives no counted token.
     """
-    if context <= skip_positions + (bos is not None):
-        raise UserError(f"a context of {context} leaves no token after the {skip_positions} skipped: raise --context")
-    k, n = _parse_shard(shard)
+    k, n = check_windows(context, skip_positions, shard)
     room = context - (bos is not None)
     windows: list[Window] = []
     text_digest, fed, truncated = hashlib.sha256(), 0, False
@@ -120,8 +125,9 @@ def load_corpus(
             if window.n_counted > 0:
                 windows.append(window)
                 fed += len(tokens)
-    if not windows:
-        raise UserError(f"{source} is too short: no token is left after the {skip_positions} skipped; give more text")
+    counted = sum(window.n_counted for window in windows)
+    if counted < MIN_COUNTED:
+        raise UserError(f"{source} is too short, it has {counted} tokens to count: at least {MIN_COUNTED} are needed")
     mine = tuple(window for window in windows if window.index % n == k)
     if not mine:
         raise UserError(f"shard {shard} is empty, the corpus has {len(windows)} windows: use fewer shards")
@@ -165,6 +171,8 @@ def _read_file(path: Path, characters: int | None) -> str:
         raise UserError(f"{path} is not UTF-8 text (byte {error.start}): convert it, or give another --corpus") from error
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror})") from error
+    if "\0" in text:
+        raise UserError(f"{path} holds NUL bytes, so it is no text: give another --corpus")
     if not text.strip():
         raise UserError(f"{path} is empty: give a text to read")
     return text
@@ -194,6 +202,13 @@ def sample_text() -> str:
     return files("hooks").joinpath("sample.txt").read_text(encoding="utf-8")
 
 
+def check_windows(context: int, skip_positions: int, shard: str) -> tuple[int, int]:
+    """K and N of a shard K/N, once it is clear that windows of this length leave something to count."""
+    if context <= skip_positions + 1:
+        raise UserError(f"a context of {context} leaves no token after the {skip_positions} skipped: raise --context")
+    return _parse_shard(shard)
+
+
 def _parse_shard(shard: str) -> tuple[int, int]:
     try:
         k, n = map(int, shard.split("/"))
@@ -202,6 +217,11 @@ def _parse_shard(shard: str) -> tuple[int, int]:
     if not 0 <= k < n:
         raise UserError(f"shard {shard!r} is out of range: K/N needs 0 ≤ K < N")
     return k, n
+
+
+def _key(window: Window) -> int:
+    digest = hashlib.sha256(f"{window.index}:".encode() + window.tokens.numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _fingerprint(windows: list[Window]) -> str:

@@ -214,7 +214,8 @@ def _acceptance(sites: dict[int, Site], logit_error: float, precision: torch.dty
 def _describe(model: PreTrainedModel, source: Source, sites: dict[int, Site], dtype: str) -> Record:
     text = model.config.get_text_config()
     stored = getattr(model.config, "quantization_config", None)
-    weights = source.weights_format or (f"quantized: {stored}" if stored else "safetensors, not quantized")
+    kept = f"quantized: {stored}" if stored else f"safetensors, {str(text.dtype).removeprefix('torch.')}"
+    weights = source.weights_format or kept
     return {
         "name": source.name,
         "fingerprint": source.fingerprint,

@@ -5,6 +5,7 @@ for built-in and local models; a hub model becomes a snapshot on this machine fi
 pickle is ever loaded, and a repository's own code runs only if the user says so.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
@@ -22,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from analysis.errors import UserError
 from analysis.hashing import sha256_of
-from hooks.builtin import BUILTINS, builtin_directory, builtin_named
+from hooks.builtin import BUILTINS, SOURCE_FILE, builtin_directory, builtin_named
 from hooks.gguf import gguf_format, load_gguf
 
 HUB_TIMEOUT_S = 10
@@ -40,6 +42,8 @@ class Source:
 
 def locate(name: str, revision: str | None, trust_remote_code: bool) -> Source:
     """Find the files of MODEL, fetching them where that is meant; UserError if they are not to be had."""
+    if not name.strip():
+        raise UserError("the model's name is empty: give a built-in name, a hub id, a directory or a .gguf file")
     path = Path(name).expanduser()
     is_path = path.suffix == ".gguf" or name.startswith((".", "~", "/")) or name.count("/") > 1
     if name not in BUILTINS and not path.exists() and not is_path and "/" in name:
@@ -65,7 +69,15 @@ def _directory(path: Path) -> Source:
         pickled = next((file.name for file in sorted(path.glob("*.bin"))), None)
         found = f"only pickled weights ({pickled}), which are never loaded" if pickled else "no weights"
         raise UserError(f"{path} has {found}: save the model as safetensors")
-    return Source(path, path.resolve().name, f"sha256 {sha256_of(*weights)}")
+    return Source(path, path.resolve().name, f"sha256 {sha256_of(*weights)}", _stated_format(path))
+
+
+def _stated_format(path: Path) -> str | None:
+    """What a directory that we converted says of its weights; a copy of it says it too."""
+    try:
+        return str(json.loads((path / SOURCE_FILE).read_text(encoding="utf-8"))["weights"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Source:
@@ -92,6 +104,8 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Sourc
     except LocalEntryNotFoundError as error:
         near = ", ".join(BUILTINS)
         raise UserError(f"{name} is not cached and the hub cannot be reached: check the network, or use {near}") from error
+    except HFValidationError as error:
+        raise UserError(f"{name!r} is no hub id ({first_line(error)}): write it like org/name") from error
     except (HfHubHTTPError, OSError) as error:
         raise UserError(f"downloading {name} failed ({first_line(error)}): try again") from error
     source = _directory(Path(path))

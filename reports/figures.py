@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -83,7 +84,8 @@ def scaling_heatmap(curves: pd.DataFrame, ax: Axes) -> Axes:
     """Asymmetry under (a, b) → (αa, b/α), one row a layer and one column a scale."""
     grid = curves.pivot(index="layer", columns="alpha", values="asymmetry")
     grid.columns = [_alpha_label(alpha) for alpha in grid.columns]
-    sns.heatmap(grid, ax=ax, cmap="viridis", vmin=0, vmax=0.5, cbar_kws={"label": "asymmetry"})
+    norm = PowerNorm(0.5, vmin=0, vmax=0.5)  # small asymmetries near α = 1 stay visible
+    sns.heatmap(grid, ax=ax, cmap="viridis", norm=norm, cbar_kws={"label": "asymmetry"})
     ax.set(title="Scaling asymmetry A(g(a,b), g(αa, b/α))", xlabel="α", ylabel="layer")
     ax.tick_params(axis="both", rotation=0)
     return ax

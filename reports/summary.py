@@ -18,8 +18,8 @@ COLUMNS = {
     "exchange": "exchange",
     "exchange_se": "±",
     "exchange_token_median": "token\nmedian",
-    "exchange_balanced": "balanced",
     "exchange_null_gaussian": "Gauss\nnull",
+    "exchange_balanced": "balanced",
     "scaling_double": "scale\nα = 2",
     "scaling_flip": "flip\nα = −1",
     "euler_residual": "Euler",
@@ -107,6 +107,8 @@ def _outliers(layers: pd.DataFrame, column: str) -> list[tuple[int, float]]:
 
 
 def _span(values: pd.Series) -> str:
+    if len(values) == 1:
+        return f"{values.iloc[0]:.3f}"
     return f"{values.median():.3f} (layers {values.min():.3f} to {values.max():.3f})"
 
 

@@ -88,7 +88,9 @@ def test_shards_merge_to_the_whole(tiny_llama: Path, tmp_path: Path) -> None:
     assert "3 of 3 layers" in out
     whole, merged = (pd.read_csv(tmp_path / name / "layers.csv") for name in ("whole", "merged"))
     pd.testing.assert_frame_equal(whole, merged, rtol=1e-5)
-    assert "both runs counted tokens" in refused("merge", tmp_path / "whole", tmp_path / "first", "--out", tmp_path / "no")
+    assert "both runs counted the same" in refused(
+        "merge", tmp_path / "whole", tmp_path / "first", "--out", tmp_path / "no"
+    )
     assert "is not a run" in refused("merge", tmp_path / "whole", tmp_path / "nowhere", "--out", tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
@@ -108,6 +110,8 @@ def test_models_are_listed_at_once() -> None:
         (["./no/such/dir"], "there is no file or directory ./no/such/dir"),
         (["no-such.gguf"], "there is no file or directory no-such.gguf"),
         (["someone/some-model"], "not cached and the hub cannot be reached"),
+        (["some one/some!model"], "is no hub id"),
+        ([""], "the model's name is empty"),
         (["smollm2-135m", "--revision", "main"], "revisions belong to hub models"),
     ],
 )
@@ -120,10 +124,14 @@ def test_a_model_that_is_not_there(arguments: list[str], complaint: str, tmp_pat
     ("options", "complaint"),
     [
         (["--layers", "0,3"], "layer 3 is out of range: llama has layers 0-2"),
-        (["--layers", "2-1"], "layers '2-1' is not a list"),
+        (["--layers", "2-1"], "layers 2-1 is no range of layers"),
+        (["--layers", "0-99999999999"], "is no range of layers"),
         (["--layers", "one"], "layers 'one' is not a list"),
-        (["--alphas", "0,2"], "must be finite and not 0"),
-        (["--alphas", "inf"], "must be finite and not 0"),
+        (["--alphas", "0,2"], "must lie between 1e-4 and 1e4"),
+        (["--alphas", "1e-300"], "must lie between 1e-4 and 1e4"),
+        (["--alphas", "inf"], "must lie between 1e-4 and 1e4"),
+        (["--alphas", "nan"], "must lie between 1e-4 and 1e4"),
+        (["--skip-positions", "40"], "leaves no token after the 40 skipped"),
         (["--alphas", "two"], "is not a list of numbers"),
         (["--context", "4096"], "4096 is beyond this model's limit of 128"),
         (["--device", "cuda"], "torch sees 0 CUDA devices"),

@@ -93,7 +93,13 @@ def test_a_dataset_is_read_document_by_document(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(b"", "is empty"), (b" \n\t ", "is empty"), (b"abc\xff\xfe", "is not UTF-8 text .byte 3"), (b"a", "too short")],
+    [
+        (b"", "is empty"),
+        (b" \n\t ", "is empty"),
+        (b"abc\xff\xfe", "is not UTF-8 text .byte 3"),
+        (b"text\0text " * 30, "holds NUL bytes"),
+        (b"a few", "too short, it has [0-9] tokens to count: at least 16"),
+    ],
 )
 def test_a_file_that_gives_nothing_is_refused(tmp_path: Path, content: bytes, complaint: str) -> None:
     (tmp_path / "t.txt").write_bytes(content)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from analysis import directory as directory_module
 from analysis.directory import check_writable, is_run, staged
@@ -74,7 +75,7 @@ def test_merging_leaves_its_inputs_alone(llama: LoadedModel) -> None:
 
 @pytest.mark.parametrize("other", ["0/1", "1/2", "2/4"])
 def test_the_same_tokens_are_not_counted_twice(llama: LoadedModel, other: str) -> None:
-    with pytest.raises(UserError, match="both runs counted tokens of sample"):
+    with pytest.raises(UserError, match="both runs counted the same [0-9]+ windows of sample"):
         Run.merge([read(llama, shard="0/2"), read(llama, shard="0/2" if other == "1/2" else other)])
     Run.merge([read(llama, shard="0/2"), read(llama, shard="1/4")])
 
@@ -162,6 +163,50 @@ def test_a_full_disk_leaves_what_was_there(run: Run, tmp_path: Path, monkeypatch
     assert sorted(path.name for path in (tmp_path / "old").iterdir()) == [MOMENTS_FILE, "run.json"]
     assert not (tmp_path / "new").exists()
     Run.load(tmp_path / "old")
+
+
+def test_a_file_that_cannot_be_moved_leaves_all_as_before(run: Run, tmp_path: Path) -> None:
+    run.save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "z").write_text("a file where a folder has to be")
+    with pytest.raises(UserError, match="nothing was changed"), staged(tmp_path) as folder:
+        for name in (MOMENTS_FILE, "new.csv", "z/figure.png", "run.json"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("new")
+    (tmp_path / "z").unlink()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert_same(run, Run.load(tmp_path))
+
+
+def test_a_full_disk_by_the_name_that_safetensors_gives_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("analysis.run.save_file", full)
+    with pytest.raises(UserError, match="No space left on device.*nothing was changed"):
+        run.save(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"layers": {}}, {"corpus": []}, {"corpus": [{"name": "x"}]}, {"acceptance": [{"check": "x"}]}, {"model": {}}],
+    ids=lambda damage: next(iter(damage)),
+)
+def test_a_record_that_lacks_something_is_refused_when_it_is_read(run: Run, tmp_path: Path, damage: dict) -> None:
+    run.save(tmp_path)
+    document = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**document, **damage}))
+    with pytest.raises(UserError, match="is not a readable run"):
+        Run.load(tmp_path)
+
+
+def test_the_beginning_of_a_text_is_not_counted_again(llama: LoadedModel) -> None:
+    short, long = (analyze(llama, llama.read(context=32, max_tokens=n), quiet=True) for n in (64, 320))
+    with pytest.raises(UserError, match="both runs counted the same 2 windows"):
+        Run.merge([short, long])
 
 
 def test_an_interruption_while_writing_leaves_what_was_there(run: Run, tmp_path: Path) -> None:
