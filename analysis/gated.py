@@ -60,7 +60,7 @@ class GatedMLP(Form):
 
     @staticmethod
     def shapes(d_model: int, d_mlp: int, rank: int) -> Shapes:
-        return {"q": (d_mlp, d_model), "k": (d_mlp, d_model), "v": (d_mlp, d_model)}
+        return Rank1BilinearAttention.shapes(d_model, d_mlp, rank)
 
     @staticmethod
     def pointwise(d_model: int, rank: int) -> int:

@@ -12,12 +12,12 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,6 +28,7 @@ from analysis.geometry import Geometry
 from analysis.hashing import sha256_of
 from analysis.jackknife import filled_blocks
 from analysis.moments import Moments
+from analysis.nulls import gaussian_exchange
 from analysis.sums import Layout, Sums
 from analysis.units import Unit, unit_named
 
@@ -52,6 +53,11 @@ class Layer:
     geometry: Geometry
     gain: str
     interaction_antisymmetry: float
+
+    @cached_property
+    def gaussian_null(self) -> tuple[Float64[Tensor, " d_mlp"], float]:
+        """The Gaussian null of exchange, by neuron and pooled; a quadrature, so it is done once for all tables."""
+        return gaussian_exchange(self.moments, self.unit, self.geometry.value_weight)
 
 
 @dataclass(frozen=True)

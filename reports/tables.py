@@ -10,7 +10,7 @@ import torch
 from analysis import measures
 from analysis.jackknife import standard_error
 from analysis.moments import Moments
-from analysis.nulls import first_moments, gaussian_exchange
+from analysis.nulls import first_moments
 from analysis.run import Layer, Run
 from analysis.sums import QUADRANTS, scaling_name
 
@@ -65,7 +65,7 @@ def _layer_row(index: int, layer: Layer) -> dict[str, int | float]:
         "exchange_balanced_se": error["exchange_balanced"],
         "exchange_balanced_token_median": token_median["exchange_balanced"],
         "exchange_relative_change": value["exchange_relative_change"],
-        "exchange_null_gaussian": gaussian_exchange(moments, layer.unit, weight)[1],
+        "exchange_null_gaussian": layer.gaussian_null[1],
         "exchange_null_repaired": value["exchange_null_repaired"],
         "scaling_half": value["scaling_half"],
         "scaling_half_token_median": token_median["scaling_half"],
@@ -94,7 +94,7 @@ def _neuron_rows(index: int, layer: Layer) -> pd.DataFrame:
     moments, geometry = layer.moments, layer.geometry
     sums, weight = moments.neuron, geometry.value_weight
     columns = {name: measure(sums) for name, measure in measures.LAYER_MEASURES.items()}
-    columns["exchange_null_gaussian"] = gaussian_exchange(moments, layer.unit, weight)[0]
+    columns["exchange_null_gaussian"] = layer.gaussian_null[0]
     columns["gate_positive"] = measures.gate_positive(sums)
     columns["bilinear_share"] = measures.bilinear_share(sums)
     columns["bilinear_coef"] = measures.bilinear_coefficient(sums)
