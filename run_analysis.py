@@ -8,6 +8,8 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +25,13 @@ if TYPE_CHECKING:
 MAX_LAYERS = 10_000
 MAX_ALPHA = 1e4
 """Beyond it (αa, b/α) leaves float32; the limits are what such scales would show."""
+
+
+class Null(str, Enum):
+    """A null that needs a forward pass of its own."""
+
+    RANDOM_INIT = "random-init"
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -59,7 +68,11 @@ def analyze(
     alphas: Annotated[str, typer.Option(help="Scales α of (αa, b/α).")] = "-1,0.125,0.25,0.5,2,4,8",
     batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 8,
     shard: Annotated[str, typer.Option(help="K/N: read every N-th window from K on; merge the runs afterwards.")] = "0/1",
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the re-paired null.")] = 0,
+    draws: Annotated[int, typer.Option(min=1, max=64, help="Random re-pairings of neurons for the null.")] = 4,
+    null: Annotated[
+        Null | None, typer.Option(help="random-init: also run the same architecture with fresh random weights.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the re-pairings and of random weights.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
@@ -79,10 +92,14 @@ def analyze(
     check_windows(context, skip_positions, shard)
 
     _announce(quiet)
-    subject = load_model(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    load = partial(load_model, model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    measure = partial(collect_run, layers=wanted, alphas=scales, draws=draws, batch_size=batch_size, seed=seed, quiet=quiet)
+    subject = load()
     text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens, shard=shard)
-    run = collect_run(subject, text, layers=wanted, alphas=scales, batch_size=batch_size, seed=seed, quiet=quiet)
-    _write(run, directory, force, quiet)
+    run = measure(subject, text)
+    del subject  # one model at a time
+    random = measure(load(random_seed=seed), text) if null is Null.RANDOM_INIT else None
+    _write(run, directory, force, quiet, random)
 
 
 @app.command()
@@ -96,8 +113,14 @@ def merge(
     """Add runs of equal provenance: the result is the run of all their tokens together."""
     check_writable(out, force)
     from analysis.run import Run
+    from reports.directory import load_random
 
-    _write(Run.merge([Run.load(directory) for directory in runs]), out, force, quiet)
+    loaded = [Run.load(directory) for directory in runs]
+    random = [load_random(directory, run) for directory, run in zip(runs, loaded, strict=True)]
+    whole = [run for run in random if run is not None]
+    if whole and len(whole) < len(runs):
+        raise UserError(f"{len(whole)} of {len(runs)} runs have a random-init null: make it for all of them, or for none")
+    _write(Run.merge(loaded), out, force, quiet, Run.merge(whole) if whole else None)
 
 
 @app.command()
@@ -168,16 +191,16 @@ def parse_alphas(text: str) -> list[float]:
     return scales
 
 
-def _write(run: "Run", directory: Path, force: bool, quiet: bool) -> None:
+def _write(run: "Run", directory: Path, force: bool, quiet: bool, random: "Run | None" = None) -> None:
     from rich.console import Console
 
     from reports.directory import write_directory
     from reports.summary import print_summary
 
-    tables = write_directory(run, directory, force)
+    tables = write_directory(run, directory, force, random)
     if not quiet:
-        print_summary(run, tables.layers, directory, Console())
-    if not all(check["passed"] for check in run.acceptance):
+        print_summary(run, tables, directory, Console())
+    if not all(each.passed for each in (run, random) if each is not None):
         raise typer.Exit(1)
 
 

@@ -10,7 +10,7 @@ cosines up to sign. Aligned q and k (cosine near 1) make exchange nearly free: t
 from dataclasses import asdict, dataclass
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 
@@ -67,6 +67,42 @@ class Geometry:
         ratio = self.norm_q / self.norm_k
         return torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(self.cos_qk), 1.0)
 
+    def pairing(
+        self,
+        q: Float[Tensor, "d_mlp d_model"],
+        k: Float[Tensor, "d_mlp d_model"],
+        gain: Float[Tensor, " d_model"],
+        partners: Int64[Tensor, "draw d_mlp"],
+    ) -> "Pairing":
+        """Re-pairings of these neurons, each with the β that balances q_j and the partner's key; 1 where one is zero."""
+        q, k = q.double() * gain.double(), k.double() * gain.double()
+        sides = torch.stack([(q * k[partner.to(k.device)]).sum(dim=1).cpu() for partner in partners])
+        ratio = self.norm_q / self.norm_k[partners]
+        return Pairing(partners, torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(sides), 1.0))
+
     def tensors(self) -> dict[str, Float64[Tensor, " d_mlp"]]:
         """The fields by name, for writing and for tables."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Random re-pairings of the neurons of a layer, for the null.
+
+    Attributes:
+        partners: for each draw, the neuron whose b is paired with each neuron's a.
+        balance: the β that brings the partner's key to the length and the side of the neuron's query.
+    """
+
+    partners: Int64[Tensor, "draw d_mlp"]
+    balance: Float64[Tensor, "draw d_mlp"]
+
+
+def derangements(d_mlp: int, draws: int, seed: int) -> Int64[Tensor, "draw d_mlp"]:
+    """Random re-pairings of neurons in which no neuron keeps its own b: each is one cycle through a random order."""
+    generator = torch.Generator().manual_seed(seed)
+    partners = torch.empty(draws, d_mlp, dtype=torch.int64)
+    for draw in range(draws):
+        order = torch.randperm(d_mlp, generator=generator)
+        partners[draw, order] = order.roll(1)
+    return partners

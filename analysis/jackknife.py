@@ -1,38 +1,93 @@
 """Standard errors by leaving out one block of sequences at a time.
 
 Tokens of one sequence depend on each other, so the unit that is resampled is a block of consecutive sequences. With K
-blocks that hold tokens and R_(k) the measure without block k,
+blocks that hold tokens and R_(k) the number without block k,
 
     SE² = (K − 1)/K · Σ_k (R_(k) − R̄)²,   R̄ the mean of the R_(k)
 
-(delete-one jackknife: Efron & Stein 1981, Ann. Statist. 9, 586). It is right for ratios of sums to first order. It does not
-know of tokens that the corpus does not hold: the error is about this kind of text.
+(delete-one jackknife: Efron & Stein 1981, Ann. Statist. 9, 586). It is right for ratios of sums, and for smooth functions
+of sums, to first order; an interval is ± t_{K−1} SE. It does not know of tokens that the corpus does not hold: the error is
+about this kind of text.
+
+Layers have ``N_BLOCKS`` blocks; single neurons have ``N_GROUPS`` groups of them.
 """
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float64
+from scipy import stats
 from torch import Tensor
 
 from analysis.measures import Measure
-from analysis.sums import QUADRANTS, Sums
+from analysis.moments import N_BLOCKS, N_GROUPS, Moments, histogram_quantile
+from analysis.sums import Sums
+
+FEW_BLOCKS = 8
+"""With fewer blocks an error is itself very uncertain."""
 
 
-def filled_blocks(pooled: Sums) -> int:
+def filled_blocks(moments: Moments) -> int:
     """How many blocks hold at least one counted token."""
-    return int((_tokens(pooled) > 0).sum())
+    return int((moments.blocks > 0).sum())
 
 
-def standard_error(measure: Measure, pooled: Sums) -> Float64[Tensor, "*row"]:
-    """The jackknife standard error of a pooled measure; NaN with fewer than two filled blocks."""
-    blocks = pooled.values[:, _tokens(pooled) > 0]
-    n_blocks = blocks.shape[1]
-    left_out = Sums(pooled.layout, blocks.sum(dim=1, keepdim=True) - blocks)
-    replicates = measure(left_out)
+def t95(n_blocks: int) -> float:
+    """How many standard errors a 95 % interval reaches to each side; NaN with fewer than two blocks."""
+    return float(stats.t.ppf(0.975, n_blocks - 1)) if n_blocks > 1 else float("nan")
+
+
+def jackknife(replicates: Float64[Tensor, "*shape block"]) -> Float64[Tensor, "*shape"]:
+    """The standard error from the numbers without each block; NaN with fewer than two blocks."""
+    n_blocks = replicates.shape[-1]
     if n_blocks < 2:
         return torch.full(replicates.shape[:-1], torch.nan, dtype=torch.float64)
     spread = (replicates - replicates.mean(dim=-1, keepdim=True)).square().sum(dim=-1)
     return ((n_blocks - 1) / n_blocks * spread).sqrt()
 
 
-def _tokens(pooled: Sums) -> Float64[Tensor, " block"]:
-    return torch.stack([pooled[f"count_{quadrant}"] for quadrant in QUADRANTS]).sum(dim=0)
+def pooled_error(measure: Measure, moments: Moments) -> Float64[Tensor, "*row"]:
+    """The standard error of a pooled measure."""
+    return jackknife(pooled_replicates(measure, moments))
+
+
+def pooled_replicates(measure: Measure, moments: Moments) -> Float64[Tensor, "*row block"]:
+    """A pooled measure without each of the filled blocks."""
+    blocks = moments.pooled.values[:, moments.blocks > 0]
+    return measure(Sums(moments.layout, blocks.sum(dim=1, keepdim=True) - blocks))
+
+
+def neuron_replicates(function: Callable[[Sums, float], Tensor], moments: Moments) -> Float64[Tensor, "*shape group"]:
+    """A function of the neurons' sums and the number of tokens, without each group of blocks that holds tokens.
+
+    The sums are those of ``layout.by_neuron_and_group``.
+    """
+    layout = moments.layout.by_neuron_and_group
+    total = moments.layout.narrow(moments.neuron.values)
+    tokens = moments.blocks.reshape(N_GROUPS, N_BLOCKS // N_GROUPS).sum(dim=1)
+    replicates = [
+        function(Sums(layout, total - group.double()), moments.n_tokens - float(n))
+        for group, n in zip(moments.neuron_groups, tokens, strict=True)
+        if n > 0
+    ]
+    return torch.stack(replicates, dim=-1)
+
+
+def neuron_error(measure: Measure, moments: Moments) -> Float64[Tensor, " d_mlp"]:
+    """The standard error of a measure of every neuron."""
+    return jackknife(neuron_replicates(lambda sums, _: measure(sums), moments))
+
+
+def quantile_error(token_measure: str, q: float, moments: Moments) -> float:
+    """The standard error of a quantile over tokens of one of ``layout.token_measures``."""
+    counts = moments.token_ratio_blocks[moments.layout.token_measures.index(token_measure)][moments.blocks > 0]
+    without = counts.sum(dim=0) - counts
+    replicates = [histogram_quantile(block, q) for block in without]
+    return float(jackknife(torch.tensor(replicates, dtype=torch.float64)))
+
+
+def gate_positive_error(moments: Moments) -> float:
+    """The standard error of the share of (token, neuron) pairs with a > 0."""
+    signs = moments.signs[:, moments.blocks > 0]
+    without = signs.sum(dim=1, keepdim=True) - signs
+    return float(jackknife(without[:2].sum(dim=0) / without.sum(dim=0)))

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from analysis.sums import QUADRANTS, Sums
+from analysis.sums import MAIN_SCALES, QUADRANTS, Sums
 
 Values = Float64[Tensor, "*row column"]
 Broadcast = Float64[Tensor, "*#shape"]
@@ -60,8 +60,25 @@ def exchange_relative_change(sums: Sums) -> Values:
 
 def exchange_null_repaired(sums: Sums) -> Values:
     """Exchange asymmetry when each neuron's a meets another neuron's b, averaged over draws within the ratio."""
-    gap, before, after = (sums[name].sum(dim=0) for name in ("repaired_exchange_gap", "repaired_hh", "repaired_exchange"))
-    return asymmetry(gap, before, after)
+    return asymmetry(*(sums[name].sum(dim=0) for name in ("repaired_exchange_gap", "repaired_hh", "repaired_exchange")))
+
+
+def exchange_balanced_null_repaired(sums: Sums) -> Values:
+    """The same in the balanced gauge of each pair: the partner's key brought to the length and side of the query."""
+    names = ("repaired_balanced_exchange_gap", "repaired_balanced_hh", "repaired_balanced_exchange")
+    return asymmetry(*(sums[name].sum(dim=0) for name in names))
+
+
+def exchange_of_draws(sums: Sums) -> Float64[Tensor, "draw column"]:
+    """Exchange asymmetry of every random pairing."""
+    return asymmetry(sums["repaired_exchange_gap"], sums["repaired_hh"], sums["repaired_exchange"])
+
+
+def exchange_balanced_of_draws(sums: Sums) -> Float64[Tensor, "draw column"]:
+    """Balanced exchange asymmetry of every random pairing."""
+    return asymmetry(
+        sums["repaired_balanced_exchange_gap"], sums["repaired_balanced_hh"], sums["repaired_balanced_exchange"]
+    )
 
 
 def scaling(sums: Sums) -> Float64[Tensor, "alpha column"]:
@@ -74,13 +91,24 @@ def scaling_relative_change(sums: Sums) -> Float64[Tensor, "alpha column"]:
     return _relative(sums["scaling_gap"], sums["hh"])
 
 
-def scaling_at(alpha: float) -> Measure:
-    """The scaling asymmetry at one α; NaN where the run did not follow that scale."""
+def scaling_null_repaired(sums: Sums) -> Float64[Tensor, "alpha column"]:
+    """Scaling asymmetry, one row per α, when each neuron's a meets the b of every other neuron of its layer in turn.
+
+    All pairs are summed, not a draw of them, with every key brought to the length of the neuron's own, so that the number
+    is the same in every gauge.
+    """
+    before, after = sums["mixed_hh"], sums["mixed_scaling"]
+    gap = (before + after - 2 * sums["mixed_product"]).clamp(min=0)  # a difference of sums may round to below 0
+    return asymmetry(gap, before, after)
+
+
+def at_scale(curve: Measure, alpha: float) -> Measure:
+    """One row of a measure that has one per α; NaN where the run did not follow that scale."""
 
     def measure(sums: Sums) -> Values:
         if alpha not in sums.layout.alphas:
             return torch.full_like(sums["hh"], torch.nan)
-        return scaling(sums)[sums.layout.alphas.index(alpha)]
+        return curve(sums)[sums.layout.alphas.index(alpha)]
 
     return measure
 
@@ -144,12 +172,21 @@ LAYER_MEASURES: dict[str, Measure] = {
     "exchange": exchange,
     "exchange_balanced": exchange_balanced,
     "exchange_relative_change": exchange_relative_change,
-    "exchange_null_repaired": exchange_null_repaired,
-    "scaling_half": scaling_at(0.5),
-    "scaling_double": scaling_at(2.0),
-    "scaling_flip": scaling_at(-1.0),
+    **{name: at_scale(scaling, alpha) for name, alpha in MAIN_SCALES.items()},
     "euler_residual": euler_residual,
     "placement": placement,
     "placement_balanced": placement_balanced,
 }
 """Measures that pool as one ratio of sums, so that they have a jackknife error."""
+
+REPAIRED_NULLS: dict[str, Measure] = {
+    "exchange": exchange_null_repaired,
+    "exchange_balanced": exchange_balanced_null_repaired,
+    **{name: at_scale(scaling_null_repaired, alpha) for name, alpha in MAIN_SCALES.items()},
+}
+"""What chance gives when neurons are re-paired, by the measure it belongs to."""
+
+
+def excess_over_repaired(name: str) -> Measure:
+    """A measure of ``REPAIRED_NULLS`` minus its null."""
+    return lambda sums: LAYER_MEASURES[name](sums) - REPAIRED_NULLS[name](sums)

@@ -1,26 +1,36 @@
 """Moments: the sums over counted tokens from which every measure of a layer is computed.
 
-One forward pass streams (a, b) of shape [token, d_mlp] through ``Moments.of``; what remains is one float64 table of sums
-per neuron (rows in ``analysis.sums``), the same table pooled over neurons, one column per jackknife block, and histograms
-over tokens. Moments of disjoint sets of tokens add, so batches, shards and machines combine by ``+``, in any order, and a
-new measure costs no forward pass.
+One forward pass streams (a, b) of shape [token, d_mlp] through an ``Accumulator``; what remains is one float64 table of
+sums per neuron (rows in ``analysis.sums``), the same table pooled over neurons, one column per jackknife block, histograms
+over tokens, and the places of the largest values. Moments of disjoint sets of tokens add, so batches, shards and machines
+combine by ``+``, in any order, and a new measure costs no forward pass.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
-from analysis.sums import Layout, Sums
+from analysis.extremes import Peaks, TopTokens
+from analysis.sums import QUADRANTS, Layout, Sums
 from analysis.tile import TILE, TileReducer
-from analysis.units import Unit
+from analysis.window import Window
 
-N_BLOCKS = 32
+N_BLOCKS = 16
 """Blocks of consecutive sequences that the jackknife leaves out one by one."""
+N_GROUPS = 8
+"""Groups of consecutive blocks, left out one by one for the errors of single neurons."""
 RATIO_BINS = 4096
 """Bins that hold the asymmetries r of single tokens, of equal width in √r: a median m is off by at most about √m/2048."""
+BLOCK_RATIO_BINS = 512
+"""The same by jackknife block, from which only the error of a median is taken."""
+_BINS_PER_OCTAVE = 8
+_LOWEST_OCTAVE = -64
+ENERGY_BINS = 128 * _BINS_PER_OCTAVE
+"""Bins that hold tokens of like energy, 8 an octave from 2^-64 to 2^64."""
 
 
 @dataclass(frozen=True)
@@ -30,110 +40,233 @@ class Moments:
     Attributes:
         neuron: the sums of each neuron, [moment, d_mlp].
         pooled: the same sums pooled with the value weights w_j, by jackknife block, [moment, block].
+        neuron_groups: the sums of ``layout.by_neuron_and_group`` by group of blocks, for the errors of single neurons.
+        signs: tokens × neurons in each quadrant of (a, b), by jackknife block.
         token_ratios: for each of ``layout.token_measures``, the histogram over tokens of that token's own asymmetry,
             pooled over neurons, [measure, RATIO_BINS].
-        top_energy: the largest Σ_j w_j h_j² of a single token.
+        token_ratio_blocks: the same by jackknife block in coarser bins.
+        by_energy: sums over the tokens of like energy Σ_j w_j h_j²: their number, their energy, and for each of
+            ``layout.token_measures`` the two sums whose ratio it is, [2 + 2·measure, ENERGY_BINS].
+        peaks: each neuron's largest |h|, and where.
+        top_tokens: the tokens of largest energy, and where.
         n_tokens: tokens counted.
         n_sequences: sequences that gave at least one counted token.
     """
 
     neuron: Sums
     pooled: Sums
+    neuron_groups: Float32[Tensor, "group kept d_mlp"]
+    signs: Float64[Tensor, "4 block"]
     token_ratios: Int64[Tensor, "measure bin"]
-    top_energy: float
+    token_ratio_blocks: Int64[Tensor, "measure block coarse_bin"]
+    by_energy: Float64[Tensor, "part energy_bin"]
+    peaks: Peaks
+    top_tokens: TopTokens
     n_tokens: int
     n_sequences: int
 
     @classmethod
     def empty(cls, d_mlp: int, layout: Layout) -> "Moments":
-        def zeros(columns: int) -> Sums:
-            return Sums(layout, torch.zeros(layout.size, columns, dtype=torch.float64))
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype)
 
-        ratios = torch.zeros(len(layout.token_measures), RATIO_BINS, dtype=torch.int64)
-        return cls(zeros(d_mlp), zeros(N_BLOCKS), ratios, 0.0, 0, 0)
+        n_measures = len(layout.token_measures)
+        return cls(
+            Sums(layout, zeros(layout.size, d_mlp)),
+            Sums(layout, zeros(layout.size, N_BLOCKS)),
+            zeros(N_GROUPS, layout.by_neuron_and_group.size, d_mlp, dtype=torch.float32),
+            zeros(4, N_BLOCKS),
+            zeros(n_measures, RATIO_BINS, dtype=torch.int64),
+            zeros(n_measures, N_BLOCKS, BLOCK_RATIO_BINS, dtype=torch.int64),
+            zeros(2 + 2 * n_measures, ENERGY_BINS),
+            Peaks.empty(d_mlp),
+            TopTokens.empty(),
+            0,
+            0,
+        )
 
     @classmethod
     def of(
         cls,
-        a: Float[Tensor, "token d_mlp"],
-        b: Float[Tensor, "token d_mlp"],
-        *,
-        unit: Unit,
-        value_weight: Float64[Tensor, " d_mlp"],
-        balance: Float64[Tensor, " d_mlp"],
-        layout: Layout,
-        partners: Int64[Tensor, "draw d_mlp"],
+        a: Float[Tensor, "pos d_mlp"],
+        b: Float[Tensor, "pos d_mlp"],
+        reduce: TileReducer,
+        window: Window,
         block: int,
     ) -> "Moments":
-        """The moments of the counted tokens of one sequence.
-
-        Args:
-            a: gate pre-activations.
-            b: up pre-activations.
-            unit: g.
-            value_weight: w_j = ‖v_j‖².
-            balance: β_j, the rescaling of k that brings it to the size and the side of q.
-            layout: which scales and how many draws to follow.
-            partners: for each draw, the neuron whose b is paired with each neuron's a.
-            block: jackknife block of the sequence, below ``N_BLOCKS``.
-        """
-        n_tokens, d_mlp = a.shape
-        neuron = torch.zeros(layout.size, d_mlp, dtype=torch.float64, device=a.device)
-        wide = torch.promote_types(a.dtype, torch.float32)
-        reduce = TileReducer(unit, layout, value_weight.to(a.device, wide), balance.to(a.device, wide), partners)
-        ratios, top_energy = [], 0.0
-        for tile_a, tile_b in zip(a.to(wide).split(TILE), b.to(wide).split(TILE), strict=True):
-            tile = reduce(tile_a, tile_b)
-            neuron += tile.neuron
-            ratios.append(tile.token_ratios)
-            top_energy = max(top_energy, float(tile.token_energy.max()))
-        neuron = neuron.cpu()
-        pooled = torch.zeros(layout.size, N_BLOCKS, dtype=torch.float64)
-        pooled[:, block] = neuron @ value_weight.cpu()
-        histogram = _histogram(torch.cat(ratios, dim=1)).cpu()
-        return cls(Sums(layout, neuron), Sums(layout, pooled), histogram, top_energy, n_tokens, 1)
+        """The moments of one sequence: see ``Accumulator.add``."""
+        accumulator = Accumulator(a.shape[-1], reduce)
+        accumulator.add(a, b, window, block)
+        return accumulator.moments()
 
     def __add__(self, other: "Moments") -> "Moments":
         if self.neuron.layout != other.neuron.layout or self.neuron.values.shape != other.neuron.values.shape:
             raise ValueError(
                 f"moments of different layouts or widths do not add: {self.neuron.layout}, {other.neuron.layout}"
             )
-        layout = self.neuron.layout
-        return Moments(
-            Sums(layout, self.neuron.values + other.neuron.values),
-            Sums(layout, self.pooled.values + other.pooled.values),
-            self.token_ratios + other.token_ratios,
-            max(self.top_energy, other.top_energy),
-            self.n_tokens + other.n_tokens,
-            self.n_sequences + other.n_sequences,
+        return Moments(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything in it by name, for writing."""
+        named: dict[str, Tensor] = {"counts": torch.tensor([self.n_tokens, self.n_sequences])}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                named[field.name] = value
+            elif isinstance(value, Sums):
+                named[field.name] = value.values
+            elif not isinstance(value, int):
+                named |= {f"{field.name}.{part}": tensor for part, tensor in vars(value).items()}
+        return named
+
+    @classmethod
+    def from_tensors(cls, layout: Layout, named: dict[str, Tensor]) -> "Moments":
+        """What ``tensors`` gave; KeyError or ValueError if they are not of this layout."""
+        neuron = named["neuron"]
+        expected = cls.empty(neuron.shape[-1], layout)
+        for name, tensor in expected.tensors().items():
+            grows = name.startswith("top_tokens")
+            if tensor.dtype != named[name].dtype or (tensor.shape != named[name].shape and not grows):
+                raise ValueError(f"{name} is {tuple(named[name].shape)}, expected {tuple(tensor.shape)}")
+        n_tokens, n_sequences = named["counts"].tolist()
+        return replace(
+            expected,
+            neuron=Sums(layout, neuron),
+            pooled=Sums(layout, named["pooled"]),
+            peaks=Peaks(named["peaks.values"], named["peaks.places"]),
+            top_tokens=TopTokens(*(named[f"top_tokens.{part}"] for part in ("energy", "places", "neuron_share"))),
+            n_tokens=n_tokens,
+            n_sequences=n_sequences,
+            **{field.name: named[field.name] for field in fields(cls) if isinstance(getattr(expected, field.name), Tensor)},
         )
 
-    def token_median(self, measure: str) -> float:
-        """The median over tokens of one of ``layout.token_measures``; NaN where no token had energy."""
-        return histogram_median(self.token_ratios[self.neuron.layout.token_measures.index(measure)])
+    def to(self, device: torch.device | str, copy: bool = False) -> "Moments":
+        """The same with its sums on a device."""
+
+        def moved(values: Any) -> Any:
+            if isinstance(values, Sums):
+                return Sums(values.layout, values.values.to(device, copy=copy))
+            return values.to(device, copy=copy) if isinstance(values, Tensor) else values
+
+        return Moments(*(moved(getattr(self, field.name)) for field in fields(self)))
+
+    @property
+    def layout(self) -> Layout:
+        return self.neuron.layout
+
+    @property
+    def blocks(self) -> Float64[Tensor, " block"]:
+        """Counted tokens of every jackknife block."""
+        return self.signs.sum(dim=0) / self.neuron.values.shape[1]
+
+    @property
+    def top_energy(self) -> float:
+        """The largest energy of a single token; 0 where there is none."""
+        return float(self.top_tokens.energy[0]) if len(self.top_tokens.energy) else 0.0
+
+    def token_quantile(self, measure: str, q: float) -> float:
+        """A quantile over tokens of one of ``layout.token_measures``; NaN where no token had energy."""
+        return histogram_quantile(self.token_ratios[self.layout.token_measures.index(measure)], q)
+
+    def without_top_tokens(self, measure: str, share: float) -> float:
+        """A token measure, pooled as one ratio, without the given share of tokens, those of largest energy.
+
+        The number of tokens left out is rounded up. Tokens are binned by energy, 8 bins an octave; a bin that is left out
+        in part loses that part of all its sums.
+        """
+        row = 2 + 2 * self.layout.token_measures.index(measure)
+        gap, scale = self.by_energy[row : row + 2] @ self._kept(share)
+        return float(gap / scale)
+
+    def top_share(self, share: float) -> float:
+        """The share of the layer's energy held by the given share of its tokens, those of largest energy."""
+        energy = self.by_energy[1]
+        return float(1 - energy @ self._kept(share) / energy.sum())
+
+    def _kept(self, share: float) -> Float64[Tensor, " energy_bin"]:
+        """What part of every energy bin stays when the share of tokens with the largest energy goes."""
+        counts = self.by_energy[0].flip(0)
+        before = counts.cumsum(0) - counts
+        left_out = (math.ceil(share * self.n_tokens) - before).clamp(min=0).minimum(counts)
+        return (1 - left_out / counts.clamp(min=1)).flip(0)
 
 
-def derangements(d_mlp: int, draws: int, seed: int) -> Int64[Tensor, "draw d_mlp"]:
-    """Random re-pairings of neurons in which no neuron keeps its own b: each is one cycle through a random order."""
-    generator = torch.Generator().manual_seed(seed)
-    partners = torch.empty(draws, d_mlp, dtype=torch.int64)
-    for draw in range(draws):
-        order = torch.randperm(d_mlp, generator=generator)
-        partners[draw, order] = order.roll(1)
-    return partners
+class Accumulator:
+    """The moments of one layer as they grow: sums are added in place, on the device of the activations."""
+
+    def __init__(self, d_mlp: int, reduce: TileReducer) -> None:
+        self._reduce = reduce
+        self._sums = Moments.empty(d_mlp, reduce.layout).to(reduce.value_weight.device)
+        self._peaks, self._top_tokens, self._n_tokens, self._n_sequences = Peaks.empty(d_mlp), TopTokens.empty(), 0, 0
+
+    def add(self, a: Float[Tensor, "pos d_mlp"], b: Float[Tensor, "pos d_mlp"], window: Window, block: int) -> None:
+        """Take in one sequence.
+
+        Args:
+            a: gate pre-activations at all its positions.
+            b: up pre-activations.
+            window: its tokens, their place, and from where they are counted.
+            block: jackknife block of the sequence, below ``N_BLOCKS``.
+        """
+        reduce, total = self._reduce, self._sums
+        a, b = a.to(reduce.dtype), b.to(reduce.dtype)
+        self._peaks += Peaks.of(a, b, reduce.unit, window)
+        a, b = a[window.counted_from :], b[window.counted_from :]
+        tiles = [reduce(*tile) for tile in zip(a.split(TILE), b.split(TILE), strict=True)]
+        neuron = torch.stack([tile.neuron for tile in tiles]).sum(dim=0)
+        gap, scale = (torch.cat([getattr(t, part) for t in tiles], dim=1).double() for part in ("token_gap", "token_scale"))
+        energy = torch.cat([tile.token_energy for tile in tiles])
+        self._top_tokens += TopTokens.of(energy, a, b, reduce.unit, reduce.value_weight, window)
+
+        total.neuron.values.add_(neuron)
+        total.pooled.values[:, block] += neuron @ reduce.value_weight
+        total.neuron_groups[block * N_GROUPS // N_BLOCKS] += reduce.layout.narrow(neuron).float()
+        counts = [neuron[reduce.layout.rows[f"count_{quadrant}"]].sum() for quadrant in QUADRANTS]
+        total.signs[:, block] += torch.stack(counts)
+        total.token_ratios.add_(_histogram(gap / scale, RATIO_BINS))
+        total.token_ratio_blocks[:, block] += _histogram(gap / scale, BLOCK_RATIO_BINS)
+        energy = energy.double()
+        parts = torch.stack([torch.ones_like(energy), energy, *torch.stack([gap, scale], dim=1).flatten(0, 1)])
+        total.by_energy.index_add_(1, _energy_bin(energy), parts)
+        self._n_tokens += len(a)
+        self._n_sequences += 1
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether everything taken in so far was finite."""
+        return math.isfinite(float(self._sums.neuron.values.sum()))
+
+    def moments(self) -> Moments:
+        """What was seen until now."""
+        copy = self._sums.to("cpu", copy=True)
+        return replace(
+            copy,
+            peaks=self._peaks,
+            top_tokens=self._top_tokens,
+            n_tokens=self._n_tokens,
+            n_sequences=self._n_sequences,
+        )
 
 
-def _histogram(ratios: Float[Tensor, "measure token"]) -> Int64[Tensor, "measure bin"]:
+def _histogram(ratios: Float[Tensor, "measure token"], n_bins: int) -> Int64[Tensor, "measure bin"]:
     """Counts by bin; a token without any energy has no ratio and is left out."""
     n_measures = len(ratios)
-    bins = (ratios.double().sqrt() * RATIO_BINS).nan_to_num(nan=-1).long().clamp(max=RATIO_BINS - 1)
-    flat = bins + RATIO_BINS * torch.arange(n_measures, device=bins.device)[:, None]
-    counts = torch.bincount(flat[bins >= 0], minlength=n_measures * RATIO_BINS)
-    return counts.reshape(n_measures, RATIO_BINS)
+    bins = (ratios.sqrt() * n_bins).nan_to_num(nan=-1).long().clamp(max=n_bins - 1)
+    flat = bins + n_bins * torch.arange(n_measures, device=bins.device)[:, None]
+    counts = torch.bincount(flat[bins >= 0], minlength=n_measures * n_bins)
+    return counts.reshape(n_measures, n_bins)
 
 
-def histogram_median(counts: Int64[Tensor, " bin"]) -> float:
-    """The median of the values whose square roots were histogrammed, evenly within bins; NaN when nothing was counted."""
+def _energy_bin(energy: Float64[Tensor, " token"]) -> Int64[Tensor, " token"]:
+    octave = energy.log2().clamp(min=_LOWEST_OCTAVE)  # a token without energy stands in the lowest bin
+    return ((octave - _LOWEST_OCTAVE) * _BINS_PER_OCTAVE).nan_to_num(nan=0.0).clamp(0, ENERGY_BINS - 1).long()
+
+
+def histogram_quantile(counts: Int64[Tensor, " bin"], q: float) -> float:
+    """A quantile of the values whose square roots were histogrammed, evenly within bins; NaN when nothing was counted.
+
+    Between two values it is interpolated linearly, as numpy does.
+    """
     total = int(counts.sum())
     if total == 0:
         return math.nan
@@ -144,4 +277,6 @@ def histogram_median(counts: Int64[Tensor, " bin"]) -> float:
         before, inside = int(cumulative[index] - counts[index]), int(counts[index])
         return ((index + (rank - before + 0.5) / inside) / len(counts)) ** 2
 
-    return (value_of_rank((total - 1) // 2) + value_of_rank(total // 2)) / 2
+    below, part = divmod(q * (total - 1), 1)
+    lower, upper = value_of_rank(int(below)), value_of_rank(min(int(below) + 1, total - 1))
+    return lower + part * (upper - lower)

@@ -1,66 +1,119 @@
-"""What chance gives: the exchange asymmetry of Gaussian pre-activations.
+"""What chance gives: the asymmetries of Gaussian pre-activations.
 
-If (a, b) were jointly normal with a neuron's own means and covariance, the asymmetry would be
+If (a, b) were jointly normal with a neuron's own means and covariance, the asymmetry of two versions h, h′ would be
 
-    A = E(g(a,b) − g(b,a))² / (2 (E g(a,b)² + E g(b,a)²))
+    A = E(h − h′)² / (2 (E h² + E h′²))
 
-with expectations over that normal law. They are integrals against a Gaussian weight, done by Gauss-Hermite quadrature in
-both directions: no sampling noise, any g. What differs from this null is due to the shape of the data beyond its first two
-moments. (The other null, re-paired neurons, needs no assumption and is streamed: see ``analysis.measures``.)
+with expectations over that normal law. Every version is a factor of a times a factor of b, and for standard normal x, y
+with correlation ρ and orthonormal Hermite polynomials η_k
+
+    E[f(x) f′(y)] = Σ_k ρ^k E[f η_k] E[f′ η_k]        (Mehler 1866)
+
+so that only integrals over one variable remain. They are done by Gauss-Hermite quadrature: no sampling noise, any g. What
+differs from this null is due to the shape of the data beyond its first two moments. (The other null, re-paired neurons,
+needs no assumption and is streamed: see ``analysis.measures``.)
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from analysis.measures import asymmetry
-from analysis.moments import Moments
+from analysis.sums import Sums, scaling_name
 from analysis.units import Unit
 
 NODES = 64
-"""Nodes per direction; smooth gates at the widths seen in real neurons need fewer, a kink (ReLU) converges slowest."""
+"""Nodes and polynomials; smooth gates at the widths seen in real neurons need fewer, a kink (ReLU) converges slowest."""
+
+Neurons = Float64[Tensor, " d_mlp"]
 
 
-def first_moments(moments: Moments) -> dict[str, Float64[Tensor, " d_mlp"]]:
-    """mean_a, mean_b, std_a, std_b (population) and corr_ab of each neuron; corr is NaN where a or b is constant."""
-    n, sums = moments.n_tokens, moments.neuron
-    mean_a, mean_b = sums["a"] / n, sums["b"] / n
-    variance_a, variance_b = _variance(sums["aa"] / n, mean_a), _variance(sums["bb"] / n, mean_b)
-    covariance = sums["ab"] / n - mean_a * mean_b
-    scale = (variance_a * variance_b).sqrt()
-    correlation = torch.where(scale > 0, covariance / scale, torch.nan).clamp(-1, 1)
-    return {
-        "mean_a": mean_a,
-        "mean_b": mean_b,
-        "std_a": variance_a.sqrt(),
-        "std_b": variance_b.sqrt(),
-        "corr_ab": correlation,
+@dataclass(frozen=True)
+class Law:
+    """Means, standard deviations (population) and correlation of a and b of each neuron.
+
+    A standard deviation of b may be negative: b = mean_b + std_b·y, with y of correlation corr_ab to a's x.
+    """
+
+    mean_a: Neurons
+    mean_b: Neurons
+    std_a: Neurons
+    std_b: Neurons
+    corr_ab: Neurons
+
+    @classmethod
+    def of(cls, sums: Sums, n_tokens: float) -> "Law":
+        """From first and second moments; the correlation is NaN where a or b is constant."""
+        mean_a, mean_b = sums["a"] / n_tokens, sums["b"] / n_tokens
+        variance_a, variance_b = _variance(sums["aa"] / n_tokens, mean_a), _variance(sums["bb"] / n_tokens, mean_b)
+        covariance = sums["ab"] / n_tokens - mean_a * mean_b
+        scale = (variance_a * variance_b).sqrt()
+        correlation = torch.where(scale > 0, covariance / scale, torch.nan).clamp(-1, 1)
+        return cls(mean_a, mean_b, variance_a.sqrt(), variance_b.sqrt(), correlation)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """E(h − h′)² and 2(E h² + E h′²), each [d_mlp]: an asymmetry before it is divided, so that it can be pooled."""
+
+    gap: Neurons
+    scale: Neurons
+
+    @property
+    def by_neuron(self) -> Neurons:
+        return self.gap / self.scale
+
+    def pooled(self, weight: Neurons) -> float:
+        return float(self.gap @ weight / (self.scale @ weight))
+
+
+def gaussian_nulls(law: Law, unit: Unit, balance: Neurons, alphas: Sequence[float], nodes: int = NODES) -> dict[str, Parts]:
+    """The Gaussian null of ``exchange``, ``exchange_balanced``, and of scaling at every α by ``scaling_name``."""
+    points, transform = _hermite(nodes)
+    powers = law.corr_ab.nan_to_num(nan=0.0) ** torch.arange(nodes, dtype=torch.float64)[:, None]
+    a = law.mean_a + law.std_a * points
+    b = law.mean_b + law.std_b * points
+
+    def mean(of_a: Tensor, of_b: Tensor) -> Neurons:
+        """E[f(a) f′(b)] from both factors at the nodes, [node, d_mlp]."""
+        return ((transform @ of_a) * (transform @ of_b) * powers).sum(dim=0)
+
+    def compare(gates: tuple[Tensor, Tensor], ups: tuple[Tensor, Tensor]) -> Parts:
+        """h is gates[0](a)·ups[0](b), h′ is gates[1](a)·ups[1](b)."""
+        before, after = mean(gates[0].square(), ups[0].square()), mean(gates[1].square(), ups[1].square())
+        gap = before + after - 2 * mean(gates[0] * gates[1], ups[0] * ups[1])
+        return Parts(gap.clamp(min=0), 2 * (before + after))
+
+    def exchange(key: Tensor) -> Parts:
+        return compare((unit.gate(a), unit.up(a)), (unit.up(key), unit.gate(key)))
+
+    balanced = exchange(balance * b)
+    nulls = {
+        "exchange": exchange(b),
+        "exchange_balanced": Parts(balanced.gap / balance.square(), balanced.scale / balance.square()),
     }
+    for alpha in alphas:
+        gates, ups = (unit.gate(a), unit.scaled_gate(a, alpha)), (unit.up(b), unit.scaled_up(b, alpha))
+        nulls[scaling_name(alpha)] = compare(gates, ups)
+    return nulls
 
 
-def _variance(square: Float64[Tensor, " d_mlp"], mean: Float64[Tensor, " d_mlp"]) -> Float64[Tensor, " d_mlp"]:
+@cache
+def _hermite(nodes: int) -> tuple[Float64[Tensor, "node 1"], Float64[Tensor, "degree node"]]:
+    """Nodes of the quadrature, and the matrix that takes values at them to E[f η_k], k below the number of nodes."""
+    points, weights = np.polynomial.hermite_e.hermegauss(nodes)
+    root = np.sqrt(weights / weights.sum())
+    rows = [root, points * root]  # η_k √w: the roots of the weights keep every number in range
+    for k in range(1, nodes - 1):
+        rows.append((points * rows[k] - np.sqrt(k) * rows[k - 1]) / np.sqrt(k + 1))
+    return torch.from_numpy(points)[:, None], torch.from_numpy(np.array(rows) * root)
+
+
+def _variance(square: Neurons, mean: Neurons) -> Neurons:
     """E[x²] − E[x]², and 0 where that is no more than the rounding of its terms."""
     variance = square - mean.square()
     return torch.where(variance > 1e-13 * square, variance, 0.0)
-
-
-def gaussian_exchange(
-    moments: Moments, unit: Unit, value_weight: Float64[Tensor, " d_mlp"], nodes: int = NODES
-) -> tuple[Float64[Tensor, " d_mlp"], float]:
-    """The Gaussian null of exchange for each neuron, and pooled over the layer with the value weights."""
-    law = first_moments(moments)
-    correlation = law["corr_ab"].nan_to_num(nan=0.0)
-    points, weights = (torch.from_numpy(array) for array in np.polynomial.hermite_e.hermegauss(nodes))
-    weights = weights / weights.sum()
-    gap, energy, swapped_energy = torch.zeros(3, len(correlation), dtype=torch.float64)
-    along_b = points[:, None] * (1 - correlation.square()).sqrt()
-    for point, weight in zip(points, weights, strict=True):
-        a = (law["mean_a"] + law["std_a"] * point).expand(nodes, -1)
-        b = law["mean_b"] + law["std_b"] * (correlation * point + along_b)
-        h, swapped = unit(a, b), unit.exchanged(a, b)
-        gap += weight * (weights @ (h - swapped).square())
-        energy += weight * (weights @ h.square())
-        swapped_energy += weight * (weights @ swapped.square())
-    pooled = (values @ value_weight for values in (gap, energy, swapped_energy))
-    return asymmetry(gap, energy, swapped_energy), float(asymmetry(*pooled))

@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Int64
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from analysis.directory import RUN_FILE, SCHEMA, staged
 from analysis.errors import UserError
+from analysis.estimates import Estimates
 from analysis.geometry import Geometry
 from analysis.hashing import sha256_of
 from analysis.jackknife import filled_blocks
 from analysis.moments import Moments
-from analysis.nulls import gaussian_exchange
-from analysis.sums import Layout, Sums
+from analysis.sums import MAIN_SCALES, Layout
 from analysis.units import Unit, unit_named
 
 MOMENTS_FILE = "moments.safetensors"
@@ -55,9 +55,9 @@ class Layer:
     interaction_antisymmetry: float
 
     @cached_property
-    def gaussian_null(self) -> tuple[Float64[Tensor, " d_mlp"], float]:
-        """The Gaussian null of exchange, by neuron and pooled; a quadrature, so it is done once for all tables."""
-        return gaussian_exchange(self.moments, self.unit, self.geometry.value_weight)
+    def estimates(self) -> Estimates:
+        """Its numbers; kept, because nulls and errors are dear."""
+        return Estimates(self.unit, self.moments, self.geometry)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,10 @@ class Run:
         settings: how it was read: context, skipped positions, BOS, scales, seed. Runs merge only if these are equal.
         corpus: the parts of text that were counted, one record each.
         windows: a number for every window that was counted, by which runs know that they counted the same.
-        acceptance: the checks made when the model was loaded: ``check``, ``value``, ``limit``, ``passed``.
+        acceptance: what was checked and how it was read, a line each: ``check``, ``value``, ``limit``, ``passed``.
+        controls: every control of every layer: ``layer``, ``control``, ``must`` (hold or fail), ``value``, ``limit``,
+            ``passed``.
+        token_texts: the text of every token id that tables of places name.
         skipped: layers that were asked for and not analysed, with the reason.
         record: versions, device, wall time; informative only.
     """
@@ -81,8 +84,23 @@ class Run:
     corpus: tuple[Record, ...]
     windows: Int64[Tensor, " window"]
     acceptance: tuple[Record, ...] = ()
+    controls: tuple[Record, ...] = ()
+    token_texts: dict[int, str] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
     record: Record = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check and every control came out as it must."""
+        return all(record["passed"] for record in (*self.acceptance, *self.controls))
+
+    def carriers(self) -> dict[int, list[Record]]:
+        """For every layer whose numbers depend on a handful of tokens: those tokens, heaviest first."""
+        return {
+            index: [place | {"text": self.token_texts[int(place["token"])]} for place in layer.estimates.top_tokens()]
+            for index, layer in self.layers.items()
+            if layer.estimates.few_tokens
+        }
 
     def missing(self) -> dict[str, str]:
         """For every kind of number that has no value somewhere in the tables: why."""
@@ -102,9 +120,12 @@ class Run:
             "settings": self.settings,
             "corpus": list(self.corpus),
             "acceptance": list(self.acceptance),
+            "controls": list(self.controls),
+            "carried_by_few_tokens": {str(index): places for index, places in self.carriers().items()},
             "layers": {str(index): _describe(layer) for index, layer in self.layers.items()},
             "skipped_layers": {str(index): reason for index, reason in self.skipped.items()},
             "missing": self.missing(),
+            "token_texts": {str(token): text for token, text in self.token_texts.items()},
             "record": self.record,
             "moments_sha256": sha256_of(folder / MOMENTS_FILE),
         }
@@ -136,6 +157,8 @@ class Run:
                 tuple(document["corpus"]),
                 tensors["windows"],
                 tuple(document["acceptance"]),
+                tuple(document["controls"]),
+                {int(token): text for token, text in document["token_texts"].items()},
                 skipped,
                 document["record"],
             )
@@ -162,6 +185,7 @@ def _add(first: Run, second: Run) -> Run:
         ("layers", list(first.layers), list(second.layers)),
         ("skipped layers", list(first.skipped), list(second.skipped)),
         ("checks", [check["check"] for check in first.acceptance], [check["check"] for check in second.acceptance]),
+        ("controls", _names(first), _names(second)),
     ):
         if mine != other:
             raise UserError(f"runs differ in {what} ({mine} and {other}): they do not merge")
@@ -177,18 +201,42 @@ def _add(first: Run, second: Run) -> Run:
     }
     record = {"merged_from": [part for run in (first, second) for part in run.record.get("merged_from", [run.record])]}
     pairs = zip(first.acceptance, second.acceptance, strict=True)
-    worst = tuple(max(pair, key=lambda check: check["value"]) for pair in pairs)
-    corpus, windows = first.corpus + second.corpus, torch.cat([first.windows, second.windows])
-    return Run(layers, first.model, first.settings, corpus, windows, worst, first.skipped, record)
+    return replace(
+        first,
+        layers=layers,
+        corpus=first.corpus + second.corpus,
+        windows=torch.cat([first.windows, second.windows]),
+        acceptance=tuple(_worse(*pair) for pair in pairs),
+        controls=tuple(_worse(*pair) for pair in zip(first.controls, second.controls, strict=True)),
+        token_texts=first.token_texts | second.token_texts,
+        record=record,
+    )
+
+
+def _names(run: Run) -> list[tuple[int, str]]:
+    return [(control["layer"], control["control"]) for control in run.controls]
+
+
+def _worse(first: Record, second: Record) -> Record:
+    """Of two outcomes of one check the worse; of what is only said, both."""
+    if isinstance(first["value"], str):
+        both = "; ".join(dict.fromkeys((first["value"], second["value"])))
+        return first | {"value": both, "passed": first["passed"] and second["passed"]}
+    if first["passed"] != second["passed"]:
+        return second if first["passed"] else first
+    rises = first.get("must") == "fail" or first.get("sense") == "more than"
+    return (min if rises else max)(first, second, key=lambda check: check["value"])
 
 
 def _reasons(run: Run) -> Iterator[tuple[str, str]]:
     layers = run.layers.values()
-    if min(filled_blocks(layer.moments.pooled) for layer in layers) < 2:
+    if min(filled_blocks(layer.moments) for layer in layers) < 2:
         yield "*_se", "a standard error needs counted tokens in at least two jackknife blocks: give more text"
-    for column, alpha in (("scaling_half", 0.5), ("scaling_double", 2.0), ("scaling_flip", -1.0)):
+    for column, alpha in MAIN_SCALES.items():
         if alpha not in run.settings["alphas"]:
             yield column, f"scale {alpha:g} was not among --alphas"
+    if run.settings["draws"] < 2:
+        yield "*_repaired_p", "ranking a neuron among its re-pairings needs at least two of them: raise --draws"
     dead = {i: int((layer.moments.neuron["hh"] == 0).sum()) for i, layer in run.layers.items()}
     if any(dead.values()):
         silent = ", ".join(f"{count} in layer {index}" for index, count in dead.items() if count)
@@ -202,7 +250,9 @@ def _check_document(document: Record) -> None:
     for part in document["corpus"]:
         _ = part["name"], part["shard"], int(part["tokens_counted"]), bool(part["cut_at_max_tokens"])
     for check in document["acceptance"]:
-        _ = check["check"], float(check["value"]), float(check["limit"]), bool(check["passed"])
+        _ = check["check"], check["value"], check["limit"], bool(check["passed"])
+    for control in document["controls"]:
+        _ = control["layer"], control["control"], float(control["value"]), float(control["limit"]), bool(control["passed"])
     for key in ("name", "weights", "units", "n_layers", "dtype"):
         _ = document["model"][key]
 
@@ -213,14 +263,10 @@ def _describe(layer: Layer) -> Record:
 
 def _tensors(layers: dict[int, Layer]) -> Iterator[tuple[str, Tensor]]:
     for index, layer in layers.items():
-        moments = layer.moments
-        yield f"{index}.neuron", moments.neuron.values
-        yield f"{index}.pooled", moments.pooled.values
-        yield f"{index}.token_ratios", moments.token_ratios
-        yield f"{index}.top_energy", torch.tensor(moments.top_energy, dtype=torch.float64)
+        for name, values in layer.moments.tensors().items():
+            yield f"{index}.{name}", values
         antisymmetry = torch.tensor(layer.interaction_antisymmetry, dtype=torch.float64)
         yield f"{index}.interaction_antisymmetry", antisymmetry
-        yield f"{index}.counts", torch.tensor([moments.n_tokens, moments.n_sequences])
         for name, values in layer.geometry.tensors().items():
             yield f"{index}.geometry.{name}", values
 
@@ -228,16 +274,8 @@ def _tensors(layers: dict[int, Layer]) -> Iterator[tuple[str, Tensor]]:
 def _read_layer(tensors: dict[str, Tensor], index: int, described: Record, settings: Record) -> Layer:
     unit = unit_named(described["unit"])
     layout = Layout.of(unit, settings["alphas"], settings["draws"])
-    prefix = f"{index}.geometry."
-    geometry = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-    n_tokens, n_sequences = tensors[f"{index}.counts"].tolist()
-    moments = Moments(
-        Sums(layout, tensors[f"{index}.neuron"]),
-        Sums(layout, tensors[f"{index}.pooled"]),
-        tensors[f"{index}.token_ratios"],
-        tensors[f"{index}.top_energy"].item(),
-        n_tokens,
-        n_sequences,
-    )
-    antisymmetry = tensors[f"{index}.interaction_antisymmetry"].item()
+    mine = {key.partition(".")[2]: value for key, value in tensors.items() if key.startswith(f"{index}.")}
+    geometry = {key.partition(".")[2]: value for key, value in mine.items() if key.startswith("geometry.")}
+    moments = Moments.from_tensors(layout, mine)
+    antisymmetry = mine["interaction_antisymmetry"].item()
     return Layer(unit, moments, Geometry(**geometry), described["norm_gain"], antisymmetry)

@@ -10,24 +10,35 @@ For h = g(a, b) and a changed version h′ of it, a name alone is Σ h′² and 
     balanced_hh           Σ h̃² with h̃ = g(a, βb)/β, one β a neuron: the balanced gauge, in which stand also
     balanced_exchange     h̃′ = g(βb, a)/β
     balanced_placement    h̃′ = g(βab, 1)/β
-    repaired_hh           Σ h² with b taken from another neuron, one row per random pairing, and for the same pairs
-    repaired_exchange     h′ = g(b, a)
     euler                 Σ (a ∂g/∂a − b ∂g/∂b)²
     h_ab, abab            Σ h·ab, Σ (ab)²
     count_pp … count_nn   tokens by the signs of (a, b); p means > 0, n means ≤ 0
     energy_pp … energy_nn Σ h² by the same signs
+
+and for the re-paired null, in which a neuron's a meets the b of another neuron of its layer:
+
+    repaired_hh, repaired_exchange, …_gap              one row per random pairing
+    repaired_balanced_hh, repaired_balanced_exchange,  the same in the pair's own balanced gauge
+        …_gap
+    mixed_hh              Σ h² over the pairs with every other neuron, whose b is first brought to the own key's length
+    mixed_scaling         the same of g(αa, b/α), one row per α
+    mixed_product         Σ g(a, b)·g(αa, b/α) over the same pairs
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from jaxtyping import Float64
 from torch import Tensor
 
 from analysis.units import Unit
 
 DEFAULT_ALPHAS = (-1.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
+DEFAULT_DRAWS = 4
+MAIN_SCALES = {"scaling_half": 0.5, "scaling_double": 2.0, "scaling_flip": -1.0}
+"""The scales that have columns of their own, by the column's name."""
 QUADRANTS = ("pp", "pn", "np", "nn")
 
 _ONE_ROW = (
@@ -36,9 +47,13 @@ _ONE_ROW = (
     *("euler", "h_ab", "abab"),
     *(f"count_{quadrant}" for quadrant in QUADRANTS),
     *(f"energy_{quadrant}" for quadrant in QUADRANTS),
+    "mixed_hh",
 )
-_ROW_PER_ALPHA = ("scaling", "scaling_gap")
-_ROW_PER_DRAW = ("repaired_hh", "repaired_exchange", "repaired_exchange_gap")
+_ROW_PER_ALPHA = ("scaling", "scaling_gap", "mixed_scaling", "mixed_product")
+_ROW_PER_DRAW = (
+    *("repaired_hh", "repaired_exchange", "repaired_exchange_gap"),
+    *("repaired_balanced_hh", "repaired_balanced_exchange", "repaired_balanced_exchange_gap"),
+)
 
 
 @dataclass(frozen=True)
@@ -46,17 +61,32 @@ class Layout:
     """Which row of the table holds which sum.
 
     Attributes:
-        alphas: the scales, one row each in ``scaling`` and ``scaling_gap``; 0 and ∞ are the limits.
+        alphas: the scales, one row each in ``scaling``, ``scaling_gap`` and their mixed counterparts; 0 and ∞ are the
+            limits.
         draws: how many random re-pairings of neurons are followed.
+        names: the sums that are kept, in order.
     """
 
     alphas: tuple[float, ...]
-    draws: int = 1
+    draws: int = DEFAULT_DRAWS
+    names: tuple[str, ...] = (*_ONE_ROW, *_ROW_PER_ALPHA, *_ROW_PER_DRAW)
 
     @classmethod
-    def of(cls, unit: Unit, alphas: Sequence[float] = DEFAULT_ALPHAS, draws: int = 1) -> "Layout":
+    def of(cls, unit: Unit, alphas: Sequence[float] = DEFAULT_ALPHAS, draws: int = DEFAULT_DRAWS) -> "Layout":
         """The scales asked for plus the limits that exist for this unit, ascending."""
         return cls(tuple(sorted({*map(float, alphas), *unit.limits})), draws)
+
+    @cached_property
+    def by_neuron_and_group(self) -> "Layout":
+        """The sums that are also kept for every neuron and group of blocks: few, because they are many.
+
+        Re-pairings are added up, and of the scales only the main ones are followed.
+        """
+        names = (
+            *("a", "b", "aa", "bb", "ab", "hh", "exchange", "exchange_gap", "h_ab", "abab", "mixed_hh"),
+            *("balanced_hh", "balanced_exchange", "balanced_exchange_gap", *_ROW_PER_ALPHA, *_ROW_PER_DRAW),
+        )
+        return Layout(tuple(alpha for alpha in self.alphas if alpha in MAIN_SCALES.values()), 1, names)
 
     @cached_property
     def rows(self) -> dict[str, slice]:
@@ -64,9 +94,9 @@ class Layout:
         counts = dict.fromkeys(_ONE_ROW, 1)
         counts |= dict.fromkeys(_ROW_PER_ALPHA, len(self.alphas)) | dict.fromkeys(_ROW_PER_DRAW, self.draws)
         rows, start = {}, 0
-        for name, count in counts.items():
-            rows[name] = slice(start, start + count)
-            start += count
+        for name in self.names:
+            rows[name] = slice(start, start + counts[name])
+            start += counts[name]
         return rows
 
     @property
@@ -82,6 +112,18 @@ class Layout:
         """
         fixed = ("exchange", "placement", "balanced_exchange", "balanced_placement", "euler")
         return (*fixed, *(scaling_name(alpha) for alpha in self.alphas))
+
+    def narrow(self, table: Float64[Tensor, "moment column"]) -> Float64[Tensor, "kept column"]:
+        """Of a whole table, the rows of ``by_neuron_and_group``."""
+        kept = []
+        for name in self.by_neuron_and_group.names:
+            rows = table[self.rows[name]]
+            if name in _ROW_PER_DRAW:
+                rows = rows.sum(dim=0, keepdim=True)
+            elif name in _ROW_PER_ALPHA:
+                rows = rows[[self.alphas.index(alpha) for alpha in self.by_neuron_and_group.alphas]]
+            kept.append(rows)
+        return torch.cat(kept)
 
 
 def scaling_name(alpha: float) -> str:
@@ -100,6 +142,9 @@ class Sums:
         """[column] for one sum; [alpha, column] or [draw, column] where there is one row per scale or per draw."""
         rows = self.values[self.layout.rows[name]]
         return rows[0] if name in _ONE_ROW else rows
+
+    def __add__(self, other: "Sums") -> "Sums":
+        return Sums(self.layout, self.values + other.values)
 
     def pool(self, weight: Float64[Tensor, " column"]) -> "Sums":
         """The weighted sum over columns, as a table with one column."""

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float64
 from torch import Tensor
 
+from analysis.geometry import Geometry, Pairing
 from analysis.sums import QUADRANTS, Layout, scaling_name
 from analysis.units import Unit
 
@@ -26,53 +27,71 @@ class TileSums:
 
     Attributes:
         neuron: the rows of the layout's table.
-        token_ratios: for each of the layout's token measures, its ratio on every token.
+        token_gap, token_scale: for each of the layout's token measures and every token, the two sums over neurons whose
+            ratio is the token's number.
         token_energy: Σ_j w_j h_j² of every token.
     """
 
     neuron: Float64[Tensor, "moment d_mlp"]
-    token_ratios: Float[Tensor, "measure token"]
+    token_gap: Float[Tensor, "measure token"]
+    token_scale: Float[Tensor, "measure token"]
     token_energy: Float[Tensor, " token"]
 
 
-@dataclass(frozen=True)
 class TileReducer:
-    """Reduces tiles of (a, b) of one layer.
+    """Reduces tiles of (a, b) of one layer."""
 
-    Attributes:
-        unit: g.
-        layout: which scales and how many re-pairings to follow.
-        weight: w_j = ‖v_j‖².
-        balance: β_j.
-        partners: for each re-pairing, the neuron whose b is paired with each neuron's a.
-    """
-
-    unit: Unit
-    layout: Layout
-    weight: Float[Tensor, " d_mlp"]
-    balance: Float[Tensor, " d_mlp"]
-    partners: Int64[Tensor, "draw d_mlp"]
+    def __init__(
+        self,
+        unit: Unit,
+        layout: Layout,
+        geometry: Geometry,
+        pairing: Pairing,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """
+        Args:
+            unit: g.
+            layout: which scales and how many re-pairings to follow.
+            geometry: the neurons' norms and balance β_j.
+            pairing: the re-pairings, as many as ``layout.draws``.
+            device: where the activations are.
+            dtype: precision of the products; of the activations, and at least float32.
+        """
+        self.unit, self.layout = unit, layout
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.value_weight = geometry.value_weight.to(device)
+        self._weight, self._balance = (x.to(device, self.dtype) for x in (geometry.value_weight, geometry.balance))
+        self._partners = pairing.partners.to(device)
+        self._pair_balance = pairing.balance.to(device, self.dtype)
+        length = geometry.norm_k if unit.up_is_linear else torch.ones_like(geometry.norm_k)
+        self._length = length.to(device, self.dtype)
+        self._per_length = torch.where(self._length > 0, 1 / self._length, 0.0)
 
     def __call__(self, a: Float[Tensor, "token d_mlp"], b: Float[Tensor, "token d_mlp"]) -> TileSums:
-        unit, beta = self.unit, self.balance
-        h, ab = unit(a, b), a * b
+        unit = self.unit
+        gate, up, gate_of_b, up_of_a = unit.gate(a), unit.up(b), unit.gate(b), unit.up(a)
+        h, ab = gate * up, a * b
         rows: dict[str, list[Tensor]] = defaultdict(list)
-        ratios: dict[str, Tensor] = {}
+        gaps: dict[str, Tensor] = {}
+        scales: dict[str, Tensor] = {}
 
         def add(name: str, values: Tensor) -> None:
             rows[name].append(values.sum(dim=0).double())
 
-        def compare(name: str, changed: Tensor, of: Tensor, token_energy: Tensor, ratio: str) -> None:
-            """The rows of a changed version, and the asymmetry of every token."""
+        def compare(name: str, measure: str, changed: Tensor, of: Tensor, energy_of: Tensor, weight: Tensor) -> None:
+            """The rows of a changed version, and the two parts of every token's asymmetry."""
             energy, gap = changed.square(), (of - changed).square()
             add(name, energy)
             add(f"{name}_gap", gap)
-            ratios[ratio] = gap @ self.weight / (2 * (token_energy + energy @ self.weight))
+            gaps[measure] = gap @ weight
+            scales[measure] = 2 * (energy_of + energy @ weight)
 
         for name, values in _pre_activations(a, b):
             add(name, values)
         hh = h.square()
-        token_energy = hh @ self.weight
+        token_energy = hh @ self._weight
         add("hh", hh)
         add("h_ab", h * ab)
         add("abab", ab.square())
@@ -80,33 +99,66 @@ class TileReducer:
             add(f"count_{quadrant}", inside.to(a.dtype))
             add(f"energy_{quadrant}", hh * inside)
 
-        compare("exchange", unit.exchanged(a, b), h, token_energy, "exchange")
-        compare("placement", unit.placed_outside(a, b), h, token_energy, "placement")
-        for alpha in self.layout.alphas:
-            compare("scaling", unit.scaled(a, b, alpha), h, token_energy, scaling_name(alpha))
+        plain = (h, token_energy, self._weight)
+        compare("exchange", "exchange", gate_of_b * up_of_a, *plain)
+        compare("placement", "placement", unit.placed_outside(a, b), *plain)
 
         euler = unit.euler(a, b).square()
         add("euler", euler)
-        token_euler = euler @ self.weight
-        ratios["euler"] = token_euler / (token_euler + token_energy)
+        gaps["euler"] = euler @ self._weight
+        scales["euler"] = gaps["euler"] + token_energy
 
-        scaled_b = beta * b
-        balanced = unit(a, scaled_b) / beta
+        everyone = b * self._per_length
+        power = unit.up(everyone).square().sum(dim=1)
+        rows["mixed_hh"].append(self._mixed(gate.square(), power, rows["hh"][0]))
+        for alpha in self.layout.alphas:
+            scaled_gate, others = unit.scaled_gate(a, alpha), unit.scaled_up(everyone, alpha)
+            scaled = scaled_gate * unit.scaled_up(b, alpha)
+            compare("scaling", scaling_name(alpha), scaled, *plain)
+            powers = (power, power) if others is everyone else _powers(others, unit.up(everyone))
+            own, own_product = rows["scaling"][-1], (h * scaled).sum(dim=0).double()
+            rows["mixed_scaling"].append(self._mixed(scaled_gate.square(), powers[0], own))
+            rows["mixed_product"].append(self._mixed(gate * scaled_gate, powers[1], own_product))
+
+        # In a balanced gauge all of a neuron's energies are 1/β² of what is summed here.
+        balanced_b = self._balance * b
+        balanced, weight = gate * unit.up(balanced_b), self._weight / self._balance.square()
         balanced_squared = balanced.square()
-        balanced_energy = balanced_squared @ self.weight
         add("balanced_hh", balanced_squared)
-        for name, change in (("balanced_exchange", unit.exchanged), ("balanced_placement", unit.placed_outside)):
-            compare(name, change(a, scaled_b) / beta, balanced, balanced_energy, name)
+        in_balance = (balanced, balanced_squared @ weight, weight)
+        compare("balanced_exchange", "balanced_exchange", unit.gate(balanced_b) * up_of_a, *in_balance)
+        compare("balanced_placement", "balanced_placement", unit.placed_outside(a, balanced_b), *in_balance)
 
-        for partner in self.partners:
-            other = b[:, partner]
-            repaired, swapped = unit(a, other), unit.exchanged(a, other)
-            add("repaired_hh", repaired.square())
-            add("repaired_exchange", swapped.square())
-            add("repaired_exchange_gap", (repaired - swapped).square())
+        for partner, pair_balance in zip(self._partners, self._pair_balance, strict=True):
+            key = pair_balance * b[:, partner]
+            for kind, repaired, swapped in (
+                ("", gate * up[:, partner], gate_of_b[:, partner] * up_of_a),
+                ("balanced_", gate * unit.up(key), unit.gate(key) * up_of_a),
+            ):
+                add(f"repaired_{kind}hh", repaired.square())
+                add(f"repaired_{kind}exchange", swapped.square())
+                add(f"repaired_{kind}exchange_gap", (repaired - swapped).square())
 
+        for name in self.layout.names:
+            if "balanced" in name:
+                rows[name] = [row / self._balance.double().square() for row in rows[name]]
         neuron = torch.stack([row for name in self.layout.rows for row in rows[name]])
-        return TileSums(neuron, torch.stack([ratios[name] for name in self.layout.token_measures]), token_energy)
+        names = self.layout.token_measures
+        token_gap, token_scale = (torch.stack([parts[name] for name in names]) for parts in (gaps, scales))
+        return TileSums(neuron, token_gap, token_scale, token_energy)
+
+    def _mixed(
+        self, own_factor: Float[Tensor, "token d_mlp"], power: Float[Tensor, " token"], own: Float64[Tensor, " d_mlp"]
+    ) -> Float64[Tensor, " d_mlp"]:
+        """Σ over tokens and over all neurons but the own one of a product of factors, keys of the own key's length."""
+        return (power @ own_factor).double() * self._length.double().square() - own
+
+
+def _powers(
+    others: Float[Tensor, "token d_mlp"], ups: Float[Tensor, "token d_mlp"]
+) -> tuple[Float[Tensor, " token"], Float[Tensor, " token"]]:
+    """Σ over neurons of the squared factor, and of its product with the unscaled one."""
+    return others.square().sum(dim=1), (others * ups).sum(dim=1)
 
 
 def _pre_activations(a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:

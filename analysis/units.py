@@ -6,8 +6,8 @@ h = g(a, b), most often σ(a)·b. Rank-1 bilinear attention, σ(ab), is unchange
     exchange    (a, b) → (b, a)
     scaling     (a, b) → (αa, b/α)
 
-(Breslow 2026, the symmetries of the rank-1 form). Everything here is written for a general g, so a unit with clamps or
-an offset needs only its own ``__call__``.
+(Breslow 2026, the symmetries of the rank-1 form). Everything here is written for g(a, b) = gate(a)·up(b), so a unit with
+clamps or an offset needs only its own two factors.
 """
 
 import math
@@ -24,7 +24,13 @@ Scalars = Float[Tensor, "*shape"]
 
 
 class Unit(ABC):
-    """A gated unit g(a, b), elementwise on tensors of one shape."""
+    """A gated unit g(a, b) = gate(a)·up(b), elementwise on tensors of one shape.
+
+    Every gated MLP is of this form; most have up(b) = b, and then k → βk, v → v/β leaves the neuron as it is.
+    """
+
+    up_is_linear = True
+    """Whether up(b) = b."""
 
     @property
     @abstractmethod
@@ -32,27 +38,43 @@ class Unit(ABC):
         """A name from which ``unit_named`` makes the unit again."""
 
     @abstractmethod
+    def gate(self, a: Scalars) -> Scalars:
+        """The factor that a alone decides, σ(a)."""
+
+    def up(self, b: Scalars) -> Scalars:
+        """The factor that b alone decides."""
+        return b
+
     def __call__(self, a: Scalars, b: Scalars) -> Scalars:
         """h = g(a, b)."""
+        return self.gate(a) * self.up(b)
 
     @property
     def limits(self) -> tuple[float, ...]:
         """Which of the limiting scales, 0 and ∞, exist for this unit."""
         return ()
 
-    def at_limit(self, a: Scalars, b: Scalars, alpha: float) -> Scalars:
-        """g(αa, b/α) as α → 0+ or α → ∞, for a scale listed in ``limits``."""
+    def gate_at_limit(self, a: Scalars, alpha: float) -> Scalars:
+        """gate(αa)/α as α → 0+ or α → ∞, for a scale listed in ``limits``."""
         raise ValueError(f"{self.name} has no limit at scale {alpha:g}")
 
     def exchanged(self, a: Scalars, b: Scalars) -> Scalars:
         """g(b, a): query and key change places."""
         return self(b, a)
 
+    def scaled_gate(self, a: Scalars, alpha: float) -> Scalars:
+        """The factor of a in g(αa, b/α); it takes the 1/α of a linear up, and of the limits α = 0 and ∞."""
+        if alpha == 0 or math.isinf(alpha):
+            return self.gate_at_limit(a, alpha)
+        return self.gate(alpha * a) / alpha if self.up_is_linear else self.gate(alpha * a)
+
+    def scaled_up(self, b: Scalars, alpha: float) -> Scalars:
+        """The factor of b in g(αa, b/α); b itself where up is linear."""
+        return b if self.up_is_linear else self.up(b / alpha)
+
     def scaled(self, a: Scalars, b: Scalars, alpha: float) -> Scalars:
         """g(αa, b/α); α = −1 flips both signs, α = 0 and ∞ are the limits."""
-        if alpha == 0 or math.isinf(alpha):
-            return self.at_limit(a, b, alpha)
-        return self(alpha * a, b / alpha)
+        return self.scaled_gate(a, alpha) * self.scaled_up(b, alpha)
 
     def placed_outside(self, a: Scalars, b: Scalars) -> Scalars:
         """g(ab, 1), which is σ(ab) for g = σ(a)·b: the symmetric form with the nonlinearity outside."""
@@ -77,19 +99,17 @@ class GatedUnit(Unit):
     def name(self) -> str:
         return self.activation.name
 
-    def __call__(self, a: Scalars, b: Scalars) -> Scalars:
-        return self.activation(a) * b
+    def gate(self, a: Scalars) -> Scalars:
+        return self.activation(a)
 
     @property
     def limits(self) -> tuple[float, ...]:
         slopes = ((0.0, self.activation.slope_at_zero), (math.inf, self.activation.slope_at_infinity))
         return tuple(alpha for alpha, slope in slopes if slope is not None)
 
-    def at_limit(self, a: Scalars, b: Scalars, alpha: float) -> Scalars:
+    def gate_at_limit(self, a: Scalars, alpha: float) -> Scalars:
         slopes = self.activation.slope_at_zero if alpha == 0 else self.activation.slope_at_infinity
-        if slopes is None:
-            return super().at_limit(a, b, alpha)
-        return _one_sided(a, slopes) * b
+        return super().gate_at_limit(a, alpha) if slopes is None else _one_sided(a, slopes)
 
 
 def _one_sided(a: Scalars, slopes: Slopes) -> Scalars:
@@ -107,13 +127,18 @@ class GptOssUnit(Unit):
     Not linear in b, because of the clamps and of the 1, so it is the one unit here that k → βk, v → v/β changes.
     """
 
+    up_is_linear = False
+
     @property
     def name(self) -> str:
         return "gpt_oss"
 
-    def __call__(self, a: Scalars, b: Scalars) -> Scalars:
-        gate = a.clamp(max=7.0)
-        return (b.clamp(-7.0, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
+    def gate(self, a: Scalars) -> Scalars:
+        clamped = a.clamp(max=7.0)
+        return clamped * torch.sigmoid(1.702 * clamped)
+
+    def up(self, b: Scalars) -> Scalars:
+        return b.clamp(-7.0, 7.0) + 1
 
 
 OTHER_UNITS: dict[str, Unit] = {unit.name: unit for unit in (GptOssUnit(),)}

@@ -4,36 +4,37 @@ A layer's a and b live only until both have been seen; then they become sums and
 with the corpus: it is that of the forward pass plus one table of sums a layer.
 """
 
-import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 from transformer_lens.hook_points import HookPoint
 
 from analysis import __version__
 from analysis.errors import UserError
-from analysis.geometry import Geometry
+from analysis.geometry import Geometry, derangements
 from analysis.interactions import antisymmetric_share
-from analysis.moments import N_BLOCKS, Moments, derangements
+from analysis.moments import N_BLOCKS, N_GROUPS, Accumulator, Moments
 from analysis.run import Layer, Run
-from analysis.sums import DEFAULT_ALPHAS, Layout
-from analysis.tile import TILE
-from hooks.corpus import Corpus, Window
+from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS, Layout
+from analysis.tile import TILE, TileReducer
+from analysis.window import Window
+from hooks.acceptance import acceptance_of
+from hooks.controls import controls_of
+from hooks.corpus import Corpus
+from hooks.forward import HookFunction, forward
 from hooks.models import LoadedModel
 from hooks.sites import Site
 
 DEFAULT_BATCH = 8
 _REMEDY = {"float16": "use --dtype bfloat16 or float32", "bfloat16": "use --dtype float32"}
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy")
-
-HookFunction = Callable[[Tensor, HookPoint], None]
 
 
 def analyze(
@@ -42,7 +43,7 @@ def analyze(
     *,
     layers: Sequence[int] | None = None,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
-    draws: int = 1,
+    draws: int = DEFAULT_DRAWS,
     batch_size: int = DEFAULT_BATCH,
     seed: int = 0,
     quiet: bool = False,
@@ -78,6 +79,7 @@ def analyze(
         seed=seed,
         quiet=quiet,
     )
+    controls = controls_of(model, corpus, sites, seed)
     found = {
         layer: Layer(site.unit, moments[layer], geometry[layer], site.gain_source, _interaction_antisymmetry(site))
         for layer, site in sites.items()
@@ -91,6 +93,7 @@ def analyze(
         "alphas": [float(alpha) for alpha in alphas],
         "draws": draws,
         "jackknife_blocks": N_BLOCKS,
+        "jackknife_groups_of_neurons": N_GROUPS,
         "seed": seed,
         "accumulation": f"products in float32 or the model's dtype if wider, tiles of {TILE} tokens, sums in float64",
     }
@@ -103,8 +106,26 @@ def analyze(
         | {name: version(name) for name in VERSIONED},
     }
     return Run(
-        found, model.description, settings, (corpus.description,), corpus.window_keys, model.acceptance, skipped, record
+        layers=found,
+        model=model.description,
+        settings=settings,
+        corpus=(corpus.description,),
+        windows=corpus.window_keys,
+        acceptance=acceptance_of(model, corpus, sites, moments, controls),
+        controls=controls,
+        token_texts=_token_texts(model, found),
+        skipped=skipped,
+        record=record,
     )
+
+
+def _token_texts(model: LoadedModel, layers: dict[int, Layer]) -> dict[int, str]:
+    """The text of the tokens that tables of places name."""
+    named: set[int] = set()
+    for layer in layers.values():
+        named |= {int(token) for token in layer.estimates.extreme_neurons()["token"]}
+        named |= {int(place["token"]) for place in layer.estimates.top_tokens()}
+    return {token: model.tokenizer.decode([token]) for token in sorted(named) if token >= 0}
 
 
 def select_sites(model: LoadedModel, layers: Sequence[int] | None) -> dict[int, Site]:
@@ -130,7 +151,7 @@ def collect(
     geometry: dict[int, Geometry],
     *,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
-    draws: int = 1,
+    draws: int = DEFAULT_DRAWS,
     batch_size: int = DEFAULT_BATCH,
     seed: int = 0,
     quiet: bool = False,
@@ -139,25 +160,25 @@ def collect(
     streams: dict[int, LayerStream] = {}
     for layer, site in sites.items():
         partners = derangements(site.q.shape[0], draws, seed + layer)
-        streams[layer] = LayerStream(site, geometry[layer], Layout.of(site.unit, alphas, draws), partners, corpus)
+        pairing = geometry[layer].pairing(site.q, site.k, site.gain, partners)
+        layout = Layout.of(site.unit, alphas, draws)
+        reduce = TileReducer(site.unit, layout, geometry[layer], pairing, site.q.device, site.q.dtype)
+        streams[layer] = LayerStream(site, reduce, corpus)
     with tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar:
         for batch in _batches(corpus.windows, batch_size):
             hooks = [hook for stream in streams.values() for hook in stream.hooks(batch)]
-            forward(model, batch, hooks, last_layer=max(sites))
-            _check_finite(streams, batch, model.description["dtype"])
+            last = forward(model, batch, hooks, last_layer=max(sites))
+            _check_finite(streams, last, batch, model.description["dtype"])
             bar.update(sum(len(window.tokens) for window in batch))
-    return {layer: stream.moments for layer, stream in streams.items()}
+    return {layer: stream.accumulator.moments() for layer, stream in streams.items()}
 
 
 class LayerStream:
     """The moments of one site as they grow: a and b are kept until both have been seen, then reduced and let go."""
 
-    def __init__(
-        self, site: Site, geometry: Geometry, layout: Layout, partners: Int64[Tensor, "draw d_mlp"], corpus: Corpus
-    ) -> None:
-        self.moments = Moments.empty(site.q.shape[0], layout)
-        self._site, self._geometry, self._layout, self._partners = site, geometry, layout, partners
-        self._corpus = corpus
+    def __init__(self, site: Site, reduce: TileReducer, corpus: Corpus) -> None:
+        self.accumulator = Accumulator(site.q.shape[0], reduce)
+        self._site, self._corpus = site, corpus
 
     def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
         """Hooks for one pass over these windows; a and b may come in either order."""
@@ -174,32 +195,8 @@ class LayerStream:
         self, a: Float[Tensor, "batch pos d_mlp"], b: Float[Tensor, "batch pos d_mlp"], batch: Sequence[Window]
     ) -> None:
         for row, window in enumerate(batch):
-            counted = slice(window.counted_from, len(window.tokens))
-            self.moments += Moments.of(
-                a[row, counted],
-                b[row, counted],
-                unit=self._site.unit,
-                value_weight=self._geometry.value_weight,
-                balance=self._geometry.balance,
-                layout=self._layout,
-                partners=self._partners,
-                block=self._corpus.block_of(window),
-            )
-
-
-def forward(model: LoadedModel, batch: Sequence[Window], hooks: list[tuple[str, HookFunction]], last_layer: int) -> None:
-    """One hooked pass, without the unembedding and without the layers after the last one that is read."""
-    tokens, mask = _padded(batch)
-    tokens = tokens.to(model.device)
-    attention = {} if mask is None else {"attention_mask": mask.to(model.device)}
-    try:
-        with torch.no_grad(), model.bridge.hooks(fwd_hooks=hooks):
-            if last_layer + 1 < len(model.bridge.blocks):
-                model.bridge(tokens, return_type=None, stop_at_layer=last_layer + 1, **attention)
-            else:
-                model.bridge.original_model.base_model(tokens, use_cache=False, **attention)
-    except torch.cuda.OutOfMemoryError as error:
-        raise UserError(f"out of GPU memory with {len(batch)} windows a batch: use a smaller --batch-size") from error
+            length = len(window.tokens)
+            self.accumulator.add(a[row, :length], b[row, :length], window, self._corpus.block_of(window))
 
 
 def _interaction_antisymmetry(site: Site) -> float:
@@ -211,22 +208,18 @@ def _batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]
         yield windows[start : start + size]
 
 
-def _padded(batch: Sequence[Window]) -> tuple[Int64[Tensor, "batch pos"], Int64[Tensor, "batch pos"] | None]:
-    """Tokens padded on the right, and the attention mask if any were; padding is never counted."""
-    tokens = torch.nn.utils.rnn.pad_sequence([window.tokens for window in batch], batch_first=True)
-    lengths = torch.tensor([len(window.tokens) for window in batch])
-    if bool((lengths == tokens.shape[1]).all()):
-        return tokens, None
-    return tokens, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
-
-
-def _check_finite(streams: dict[int, LayerStream], batch: Sequence[Window], dtype: str) -> None:
-    for layer, stream in streams.items():
-        if not math.isfinite(float(stream.moments.neuron.values.sum())):
-            raise UserError(
-                f"activations of layer {layer} are NaN or infinite in windows {batch[0].index}-{batch[-1].index} "
-                f"({dtype}): {_REMEDY.get(dtype, 'the weights do not bear this text')}"
-            )
+def _check_finite(
+    streams: dict[int, LayerStream], last: Float[Tensor, "batch pos d_model"], batch: Sequence[Window], dtype: str
+) -> None:
+    """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
+    where = [f"activations of layer {layer}" for layer, stream in streams.items() if not stream.accumulator.is_finite]
+    read = (torch.arange(last.shape[1]) < torch.tensor([len(window.tokens) for window in batch])[:, None]).to(last.device)
+    if not where and not bool(last[read].isfinite().all()):
+        where = ["the residual stream after the last layer read"]
+    if where:
+        remedy = _REMEDY.get(dtype, "the weights do not bear this text")
+        windows = f"windows {batch[0].index}-{batch[-1].index}"
+        raise UserError(f"{where[0]}: NaN or infinite in {windows}, beyond what {dtype} holds: {remedy}")
 
 
 def _watched() -> bool:

@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from analysis.errors import UserError
 from analysis.moments import N_BLOCKS
+from analysis.window import Window
 
 SAMPLE = "sample"
 DEFAULT_CONTEXT = 256
@@ -31,19 +32,6 @@ MIN_COUNTED = 16
 """Fewer counted tokens than these are no measurement."""
 _CHARACTERS_PER_TOKEN = 32
 """More than any text has on average: of a long file, only so much is read as can be needed."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """One sequence of tokens, its number in the corpus, and the first position that is counted."""
-
-    index: int
-    tokens: Int64[Tensor, " pos"]
-    counted_from: int
-
-    @property
-    def n_counted(self) -> int:
-        return len(self.tokens) - self.counted_from
 
 
 @dataclass(frozen=True)

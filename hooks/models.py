@@ -96,6 +96,7 @@ def load_model(
     dtype: str = "float32",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    random_seed: int | None = None,
 ) -> LoadedModel:
     """Load, wrap and prove a model.
 
@@ -105,6 +106,8 @@ def load_model(
         dtype: precision of weights and forward pass: float32, bfloat16, float16, float64.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: run the Python code that comes with a hub model or a directory.
+        random_seed: give the architecture fresh random weights, as it initialises them, drawn with this seed: the
+            random-init null.
 
     Raises:
         UserError: the model is not there, is damaged, or has no layer that is a gated MLP.
@@ -113,6 +116,8 @@ def load_model(
     with _quiet():
         source = locate(name, revision, trust_remote_code)
         model, tokenizer = load_files(source, precision, trust_remote_code)
+        if random_seed is not None:
+            model, source = _with_random_weights(model, random_seed), source.with_random_weights(random_seed)
         model = _to_device(model.to(precision).eval(), place)
         _check_weights(model, name)
         model.set_attn_implementation("eager")  # as TransformerLens needs it: what is compared is the wrapping alone
@@ -151,6 +156,13 @@ def resolve_device(device: str) -> torch.device:
     if place.type == "cuda" and (place.index or 0) >= count:
         raise UserError(f"device {device!r} is not there, torch sees {count} CUDA devices: use --device cpu")
     return place
+
+
+def _with_random_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """A model of the same configuration, freshly initialised; the state of torch's generator is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return type(model)(model.config)
 
 
 def _to_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

@@ -65,6 +65,10 @@ class Site:
         return GatedMLP(self.unit, self.q, self.k, self.v, self.q_bias, self.k_bias, self.v_bias)
 
     @property
+    def hook_x(self) -> str:
+        return _hooks(self.layer)["x"]
+
+    @property
     def hook_a(self) -> str:
         return _hooks(self.layer)["a"]
 

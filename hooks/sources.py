@@ -6,7 +6,7 @@ pickle is ever loaded, and a repository's own code runs only if the user says so
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ class Source:
     name: str
     fingerprint: str
     weights_format: str | None = None
+
+    def with_random_weights(self, seed: int) -> "Source":
+        """The same architecture with weights of its own."""
+        fingerprint = f"random weights, seed {seed}, for {self.fingerprint}"
+        return replace(self, fingerprint=fingerprint, weights_format=f"random weights, seed {seed}")
 
 
 def locate(name: str, revision: str | None, trust_remote_code: bool) -> Source:

@@ -2,32 +2,46 @@
 
 from pathlib import Path
 
-from analysis.directory import staged
+import torch
+
+from analysis.directory import RUN_FILE, staged
 from analysis.run import Run
-from reports.figures import Tables, draw_all
-from reports.tables import curves_table, layers_table, neurons_table
+from reports.figures import draw_all
+from reports.tables import Tables, tables_of
 
 DPI = 200
+RANDOM_INIT = "random-init"
+"""Folder, inside a run's directory, of the run with random weights that was made with it."""
 
 
-def tables_of(run: Run) -> Tables:
-    """All tables of a run."""
-    return Tables(layers_table(run), neurons_table(run), curves_table(run))
-
-
-def write_directory(run: Run, directory: Path, force: bool = False) -> Tables:
+def write_directory(run: Run, directory: Path, force: bool = False, random: Run | None = None) -> Tables:
     """Write run.json, moments.safetensors, the tables and the figures; returns the tables.
+
+    The run with random weights, if there is one, is written as a run of its own into ``random-init``.
 
     Raises UserError, and changes nothing, if the directory holds something else and ``force`` is not set, or if writing
     fails.
     """
-    tables = tables_of(run)
+    tables = tables_of(run, random)
     with staged(directory, force) as folder:
         run.write(folder)
+        if random is not None:
+            (folder / RANDOM_INIT).mkdir()
+            random.write(folder / RANDOM_INIT)
         tables.layers.to_csv(folder / "layers.csv", index=False)
         tables.curves.to_csv(folder / "curves.csv", index=False)
+        tables.extremes.to_csv(folder / "extremes.csv", index=False)
         tables.neurons.to_parquet(folder / "neurons.parquet", index=False)
         (folder / "figures").mkdir()
         for name, figure in draw_all(tables).items():
             figure.savefig(folder / "figures" / f"{name}.png", dpi=DPI)
     return tables
+
+
+def load_random(directory: Path, run: Run) -> Run | None:
+    """The run with random weights beside a run, if one was made with it: one left by an earlier run is not."""
+    if not (directory / RANDOM_INIT / RUN_FILE).is_file():
+        return None
+    random = Run.load(directory / RANDOM_INIT)
+    fits = random.settings == run.settings and torch.equal(random.windows, run.windows)
+    return random if fits and random.model["name"] == run.model["name"] else None

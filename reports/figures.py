@@ -4,7 +4,6 @@ They are drawn on plain Figure objects, never through pyplot, so they need no di
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -14,69 +13,70 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-Z95 = 1.96
+from analysis.jackknife import t95
+from reports.tables import Tables
+
 PALETTE = sns.color_palette("colorblind")
-POOLED, TOKENS, GAUSSIAN, REPAIRED = PALETTE[0], PALETTE[1], PALETTE[7], PALETTE[4]
+POOLED, TOKENS, GAUSSIAN, REPAIRED, RANDOM = (PALETTE[i] for i in (0, 1, 7, 4, 2))
 
 
-@dataclass(frozen=True)
-class Tables:
-    """The three tables of a run, as ``reports.tables`` makes them."""
-
-    layers: pd.DataFrame
-    neurons: pd.DataFrame
-    curves: pd.DataFrame
-
-
-@dataclass(frozen=True)
-class Shown:
-    """How a column of the table of layers is named and drawn."""
-
-    column: str
-    title: str
-    companion: str
-    companion_label: str
-
-
-MAIN_MEASURES = (
-    Shown("exchange_balanced", "Exchange, balanced", "exchange_balanced_token_median", "median over tokens"),
-    Shown("scaling_half", "Scaling, α = ½", "scaling_half_token_median", "median over tokens"),
-    Shown("scaling_double", "Scaling, α = 2", "scaling_double_token_median", "median over tokens"),
-    Shown("scaling_flip", "Sign flip, α = −1", "scaling_flip_token_median", "median over tokens"),
-    Shown("euler_residual", "Euler residual", "euler_residual_token_median", "median over tokens"),
-    Shown("placement", "Placement, σ(a)b against σ(ab)", "placement_token_median", "median over tokens"),
-    Shown("bilinear_share", "Bilinear share", "bilinear_share_neuron_median", "median over neurons"),
-    Shown("gate_positive", "Share of open gates", "", ""),
-)
+MAIN_MEASURES = {
+    "exchange_balanced": "Exchange, balanced",
+    "scaling_half": "Scaling, α = ½",
+    "scaling_double": "Scaling, α = 2",
+    "scaling_flip": "Sign flip, α = −1",
+    "euler_residual": "Euler residual",
+    "placement": "Placement, σ(a)b against σ(ab)",
+    "bilinear_share": "Bilinear share",
+    "gate_positive": "Share of open gates",
+}
+"""The panels of the figure of measures, with their titles."""
+EXCHANGES = {
+    "exchange": "Exchange asymmetry, as stored",
+    "exchange_balanced": "Exchange asymmetry, k brought to the size of q",
+}
+NULLS = {
+    "null_gaussian": ("null: Gaussian (a, b)", GAUSSIAN, "--"),
+    "null_repaired": ("null: re-paired neurons", REPAIRED, ":"),
+    "null_random": ("null: random weights", RANDOM, "-."),
+}
 
 
-def exchange_by_layer(layers: pd.DataFrame, ax: Axes) -> Axes:
-    """Exchange asymmetry with its 95 % interval, the median over tokens, and both nulls."""
+def interval(layers: pd.DataFrame, column: str) -> pd.Series:
+    """Half the width of the 95 % interval of a column, by Student's t with one degree of freedom less than blocks."""
+    return layers[f"{column}_se"] * layers["n_blocks"].map(t95)
+
+
+def exchange_by_layer(layers: pd.DataFrame, ax: Axes, column: str = "exchange") -> Axes:
+    """Exchange asymmetry with its 95 % interval, the middle half of the tokens, and every null."""
+    measure_by_layer(layers, ax, column, EXCHANGES[column])
+    ax.axhline(0.5, color="0.6", linewidth=0.8)
+    ax.text(0.003, 0.505, "unrelated", color="0.4", fontsize=8, transform=ax.get_yaxis_transform())
+    ax.set(ylabel="asymmetry", ylim=(0, max(0.55, ax.get_ylim()[1])))
+    return ax
+
+
+def measure_by_layer(layers: pd.DataFrame, ax: Axes, column: str, title: str = "") -> Axes:
+    """One measure, pooled, with its 95 % interval; where there are, its nulls and the middle half of the tokens."""
     x = layers["layer"]
-    ax.plot(x, layers["exchange_null_gaussian"], color=GAUSSIAN, linestyle="--", label="null: Gaussian (a, b)")
-    ax.plot(x, layers["exchange_null_repaired"], color=REPAIRED, linestyle=":", label="null: re-paired neurons")
-    ax.plot(x, layers["exchange_token_median"], color=TOKENS, marker="s", markersize=3, label="median over tokens")
+    if f"{column}_token_q1" in layers:
+        low, high = layers[f"{column}_token_q1"], layers[f"{column}_token_q3"]
+        ax.fill_between(x, low, high, color=TOKENS, alpha=0.2, linewidth=0, label="middle half of the tokens")
+        ax.plot(x, layers[f"{column}_token_median"], color=TOKENS, marker="s", markersize=3, label="median over tokens")
+    for suffix, (label, color, style) in NULLS.items():
+        if f"{column}_{suffix}" in layers:
+            ax.plot(x, layers[f"{column}_{suffix}"], color=color, linestyle=style, label=label)
     ax.errorbar(
-        x, layers["exchange"], yerr=Z95 * layers["exchange_se"], color=POOLED, marker="o", markersize=4, capsize=2,
+        x, layers[column], yerr=interval(layers, column), color=POOLED, marker="o", markersize=4, capsize=2,
         label="pooled, 95 % interval",
     )  # fmt: skip
-    ax.axhline(0.5, color="0.6", linewidth=0.8)
-    ax.annotate("unrelated", (x.iloc[0], 0.5), xytext=(0, 2), textcoords="offset points", color="0.4", fontsize=8)
-    ax.set(title="Exchange asymmetry A(g(a,b), g(b,a))", ylabel="asymmetry", ylim=(0, max(0.55, ax.get_ylim()[1])))
-    ax.legend(fontsize=8, ncols=2, loc="lower right")
-    return _by_layer(ax)
-
-
-def measure_by_layer(layers: pd.DataFrame, ax: Axes, shown: Shown) -> Axes:
-    """One measure, pooled, with its robust companion beside it."""
-    if shown.companion:
+    if layers.get("few_tokens", pd.Series(False)).any() and f"{column}_trimmed" in layers:
+        flagged = layers[layers["few_tokens"]]
         ax.plot(
-            layers["layer"], layers[shown.companion], color=TOKENS, marker="s", markersize=3, label=shown.companion_label
-        )
-    ax.plot(layers["layer"], layers[shown.column], color=POOLED, marker="o", markersize=4, label="pooled")
-    ax.set(title=shown.title, ylim=(0, None))
-    if shown.companion:
-        ax.legend(fontsize=8)
+            flagged["layer"], flagged[f"{column}_trimmed"], color="black", marker="x", linestyle="none",
+            label="without 0.1 % of the tokens",
+        )  # fmt: skip
+    ax.set(title=title, ylim=(0, None))
     return _by_layer(ax)
 
 
@@ -114,7 +114,7 @@ def draw_all(tables: Tables) -> dict[str, Figure]:
     """Every figure of a run's directory, by file name without its ending."""
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"):
         return {
-            "exchange": _single(lambda ax: exchange_by_layer(tables.layers, ax)),
+            "exchange": _exchange(tables.layers),
             "measures": _measures(tables.layers),
             "scaling": _single(lambda ax: scaling_heatmap(tables.curves, ax), height=1.6 + 0.16 * len(tables.layers)),
             "neurons": _single(lambda ax: neuron_exchange(tables.neurons, ax)),
@@ -127,11 +127,27 @@ def _single(draw: Callable[[Axes], Axes], height: float = 4.0) -> Figure:
     return figure
 
 
+def _exchange(layers: pd.DataFrame) -> Figure:
+    """Exchange as the checkpoint has it above, balanced below; one legend."""
+    figure = Figure(figsize=(7.5, 7.5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, sharey=True)
+    exchange_by_layer(layers, above)
+    exchange_by_layer(layers, below, "exchange_balanced")
+    above.set_xlabel("")
+    return _with_legend(figure, above)
+
+
 def _measures(layers: pd.DataFrame) -> Figure:
-    figure = Figure(figsize=(10, 10), layout="constrained")
+    figure = Figure(figsize=(10, 11), layout="constrained")
     axes = figure.subplots(4, 2).ravel()
-    for ax, shown in zip(axes, MAIN_MEASURES, strict=True):
-        measure_by_layer(layers, ax, shown)
+    for ax, (column, title) in zip(axes, MAIN_MEASURES.items(), strict=True):
+        measure_by_layer(layers, ax, column, title)
+    return _with_legend(figure, axes[0])
+
+
+def _with_legend(figure: Figure, ax: Axes) -> Figure:
+    """One legend for all panels, that of ``ax``, below them."""
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
 
 

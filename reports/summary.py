@@ -6,42 +6,64 @@ from pathlib import Path
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from analysis.discovery import FALSE_DISCOVERY_RATE
+from analysis.estimates import CHANGED, TOKEN_MEASURES
+from analysis.jackknife import FEW_BLOCKS
 from analysis.run import Run
+from reports.figures import interval
+from reports.tables import Tables
 
 OUTLIER = 3.5
 """Modified z-score above which a layer stands out among the layers (Iglewicz & Hoaglin 1993)."""
-SINK_SHARE = 0.1
-"""A layer in which one token holds more than this share of the energy speaks of that token."""
 CHANCE = 0.5
 COLUMNS = {
-    "exchange": "exchange",
-    "exchange_se": "±",
-    "exchange_token_median": "token\nmedian",
-    "exchange_null_gaussian": "Gauss\nnull",
-    "exchange_balanced": "balanced",
+    "exchange": "exch.",
+    "exchange_balanced": "bal-\nanced",
+    "exchange_balanced_se": "±",
+    "exchange_balanced_token_median": "token\nmedian",
+    "exchange_balanced_null_gaussian": "Gauss\nnull",
+    "exchange_balanced_null_repaired": "pair\nnull",
     "scaling_double": "scale\nα = 2",
     "scaling_flip": "flip\nα = −1",
-    "euler_residual": "Euler",
-    "bilinear_share": "bilinear\nshare",
+    "bilinear_share": "ab\nshare",
     "top_token_share": "top\ntoken",
 }
+"""What the table on a terminal shows: no more than 80 columns hold."""
 
 
-def print_summary(run: Run, layers: pd.DataFrame, directory: Path, console: Console) -> None:
-    """Print the verdict, the table of layers, and where the files are."""
+def print_summary(run: Run, tables: Tables, directory: Path, console: Console) -> None:
+    """Print the acceptance block, the verdict, the table of layers, and where the files are."""
     console.print()
-    for sentence in verdict(run, layers):
+    console.print(acceptance_table(run))
+    console.print()
+    for sentence in verdict(run, tables):
         console.print(sentence, highlight=False, markup=False)
     console.print()
-    console.print(layer_table(layers))
-    for sentence in remarks(run, layers):
+    console.print(layer_table(tables.layers))
+    for sentence in remarks(run, tables.layers):
         console.print(f"! {sentence}", highlight=False, markup=False)
     console.print(f"files are in {directory}/", highlight=False, markup=False, soft_wrap=True)
 
 
-def verdict(run: Run, layers: pd.DataFrame) -> Iterator[str]:
+def acceptance_table(run: Run) -> Table:
+    """Each check with its value, limit and verdict."""
+    table = Table(title="Acceptance", title_justify="left", header_style="bold", box=None, padding=(0, 1, 0, 0))
+    for column in ("check", "value", "limit"):
+        table.add_column(column)
+    table.add_column("", no_wrap=True)
+    for check in run.acceptance:
+        value, limit = check["value"], check["limit"]
+        value = value if isinstance(value, str) else f"{value:.1e}"
+        limit = limit if isinstance(limit, str) else f"{check.get('sense', 'at most')} {limit:.0e}"
+        table.add_row(Text(check["check"]), Text(value), Text(limit), "pass" if check["passed"] else "[bold red]FAIL[/]")
+    return table
+
+
+def verdict(run: Run, tables: Tables) -> Iterator[str]:
     """Plain sentences made from the numbers; a sentence whose numbers are missing is left out."""
+    layers = tables.layers
     model, tokens = run.model, sum(part["tokens_counted"] for part in run.corpus)
     yield (
         f"{model['name']} ({model['weights']}; {model['dtype']}): {len(layers)} of {model['n_layers']} layers, "
@@ -59,16 +81,39 @@ def verdict(run: Run, layers: pd.DataFrame) -> Iterator[str]:
         )
     if layers["scaling_flip"].notna().all():
         yield f"Flipping both signs: {_span(layers['scaling_flip'])}; {_degree(layers['scaling_flip'])} broken."
+    yield from _against_chance(tables)
     share = layers["bilinear_share"]
     spread = f"{share.min():.0%} to {share.max():.0%}"
     yield f"A purely bilinear unit c·ab explains {share.median():.0%} of the energy (layers {spread})."
 
 
+def _against_chance(tables: Tables) -> Iterator[str]:
+    """How many layers differ from each null by more than their 95 % interval, and how many neurons."""
+    layers, neurons = tables.layers, tables.neurons
+    words = {"gaussian": "Gaussian data of equal moments", "repaired": "re-paired neurons", "random": "random weights"}
+    clauses = []
+    for null, word in words.items():
+        column = f"exchange_balanced_excess_{null}"
+        if column not in layers or layers[f"{column}_se"].isna().all():
+            continue
+        reach = interval(layers, column)
+        above, below = int((layers[column] > reach).sum()), int((layers[column] < -reach).sum())
+        clauses.append(f"above {word} in {above} layers and below in {below}")
+    if clauses:
+        yield f"Against chance, balanced exchange is {'; '.join(clauses)} (95 % intervals)."
+    differing = neurons["exchange_balanced_repaired_differs"]
+    if neurons["exchange_balanced_repaired_p"].notna().any():
+        yield (
+            f"{int(differing.sum()):,} of {len(neurons):,} neurons differ in it from re-paired neurons "
+            f"(false discovery rate {FALSE_DISCOVERY_RATE:.0%} by layer)."
+        )
+
+
 def remarks(run: Run, layers: pd.DataFrame) -> Iterator[str]:
     """What a reader must know before believing a number: outliers, sinks, failed checks, skipped layers."""
-    for row in layers.itertuples():
-        if row.top_token_share > SINK_SHARE:
-            yield f"layer {row.layer}: one token holds {row.top_token_share:.0%} of the energy; read the token median"
+    if 1 < (blocks := int(layers["n_blocks"].min())) < FEW_BLOCKS:
+        yield f"errors rest on {blocks} blocks of sequences, fewer than {FEW_BLOCKS}: give more text"
+    yield from _carried(run, layers)
     for column in ("exchange", "scaling_double", "bilinear_share"):
         standing_out = _outliers(layers, column)
         if standing_out:
@@ -76,23 +121,42 @@ def remarks(run: Run, layers: pd.DataFrame) -> Iterator[str]:
             yield f"{column} stands out in layer {listed}; the median over layers is {layers[column].median():.3f}"
     for check in run.acceptance:
         if not check["passed"]:
-            yield f"check failed: {check['check']}: {check['value']:.1e}, limit {check['limit']:.0e}"
+            yield f"check failed: {check['check']}: {check['value']}, limit {check['limit']}"
+    for control in run.controls:
+        if not control["passed"]:
+            must = "at most" if control["must"] == "hold" else "more than"
+            outcome = f"{control['value']:.1e}, must be {must} {control['limit']:.0e}"
+            yield f"control failed in layer {control['layer']}: {control['control']}: {outcome}"
     for layer, reason in run.skipped.items():
         yield f"layer {layer} was not analysed: {reason}"
     if any(part["cut_at_max_tokens"] for part in run.corpus):
         yield "the corpus was cut at --tokens"
 
 
+def _carried(run: Run, layers: pd.DataFrame) -> Iterator[str]:
+    """Layers whose numbers a handful of tokens make, with the heaviest of them."""
+    for index, places in run.carriers().items():
+        row = layers.set_index("layer").loc[index]
+        names = [name for name in TOKEN_MEASURES if abs(row[name] - row[f"{name}_trimmed"]) > CHANGED * row[name]]
+        moved = ", ".join(f"{name} {row[name]:.3f} ({row[name + '_trimmed']:.3f} without them)" for name in names[:2])
+        top = places[0]
+        yield (
+            f"layer {index}: 0.1 % of the tokens carry {moved}; the heaviest is {top['text']!r} (window {top['window']}, "
+            f"position {top['position']}, {top['energy_share']:.0%} of the energy, most of it in neuron {top['neuron']})"
+        )
+
+
 def layer_table(layers: pd.DataFrame) -> Table:
     """The main columns, one line a layer; a layer that stands out is bold."""
     table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
-    table.add_column("layer", justify="right")
+    table.add_column("layer", justify="right", no_wrap=True)
     for title in COLUMNS.values():
         table.add_column(title, justify="right", no_wrap=True)
     bold = {layer for layer, _ in _outliers(layers, "exchange")}
     for _, row in layers.iterrows():
         cells = ["–" if pd.isna(row[column]) else f"{row[column]:.3f}" for column in COLUMNS]
-        table.add_row(str(int(row["layer"])), *cells, style="bold" if row["layer"] in bold else "")
+        mark = "*" if row["few_tokens"] else ""
+        table.add_row(f"{int(row['layer'])}{mark}", *cells, style="bold" if row["layer"] in bold else "")
     return table
 
 

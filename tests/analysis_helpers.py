@@ -37,24 +37,34 @@ TOLERANCES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-6)}
 class ClampedUnit(Unit):
     """The unit of gpt-oss: (clamp(b, −7, 7) + 1) · z·sigmoid(1.702 z) with z = min(a, 7)."""
 
+    up_is_linear = False
+
     @property
     def name(self) -> str:
         return "clamped"
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+    def gate(self, a: Tensor) -> Tensor:
         z = a.clamp(max=7)
-        return (b.clamp(-7, 7) + 1) * z * torch.sigmoid(1.702 * z)
+        return z * torch.sigmoid(1.702 * z)
+
+    def up(self, b: Tensor) -> Tensor:
+        return b.clamp(-7, 7) + 1
 
 
 class SymmetricUnit(Unit):
     """relu(a)·relu(b): unchanged by exchange, though not linear."""
 
+    up_is_linear = False
+
     @property
     def name(self) -> str:
         return "symmetric"
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        return a.relu() * b.relu()
+    def gate(self, a: Tensor) -> Tensor:
+        return a.relu()
+
+    def up(self, b: Tensor) -> Tensor:
+        return b.relu()
 
 
 def clamped_twin(a: float, b: float) -> float:

@@ -1,0 +1,312 @@
+"""Every number of a layer and of its neurons, each with what is needed to believe it.
+
+Beside a measure stand its standard error, its median and quartiles over tokens, its value without the tokens of largest
+energy, the nulls, and the excess over each null with an error of its own. An error of an excess is that of the difference,
+not a sum of errors: measure and null are recomputed together without each block.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from analysis import measures
+from analysis.discovery import false_discovery
+from analysis.geometry import Geometry
+from analysis.jackknife import (
+    filled_blocks,
+    gate_positive_error,
+    jackknife,
+    neuron_error,
+    neuron_replicates,
+    pooled_error,
+    quantile_error,
+)
+from analysis.measures import LAYER_MEASURES, REPAIRED_NULLS, excess_over_repaired
+from analysis.moments import Moments
+from analysis.nulls import Law, Parts, gaussian_nulls
+from analysis.sums import MAIN_SCALES, QUADRANTS, Sums, scaling_name
+from analysis.units import Unit
+
+TRIMMED = 0.001
+"""The share of tokens, those of largest energy, without which a robust number is taken."""
+EXTREMES = 10
+"""Neurons of each layer in the table of extreme ones."""
+CHANGED = 0.1
+"""A number that moves by more than this share of itself without those tokens depends on them."""
+ERROR_NODES = 24
+"""Quadrature nodes for errors of the Gaussian null: only differences between replicates count, and they cancel the rest."""
+
+TOKEN_MEASURES = {
+    "exchange": "exchange",
+    "exchange_balanced": "balanced_exchange",
+    **{name: scaling_name(alpha) for name, alpha in MAIN_SCALES.items()},
+    "euler_residual": "euler",
+    "placement": "placement",
+    "placement_balanced": "balanced_placement",
+}
+"""Measures that also exist token by token, with their names in a layout."""
+GAUSSIAN_NULLS = {
+    "exchange": "exchange",
+    "exchange_balanced": "exchange_balanced",
+    **{name: scaling_name(alpha) for name, alpha in MAIN_SCALES.items()},
+}
+"""Measures with a Gaussian null, with the null's name in ``gaussian_nulls``."""
+DRAWS = {"exchange": measures.exchange_of_draws, "exchange_balanced": measures.exchange_balanced_of_draws}
+
+Neurons = Float64[Tensor, " d_mlp"]
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """The numbers of one layer.
+
+    Attributes:
+        unit: g.
+        moments: what was seen.
+        geometry: the weights.
+    """
+
+    unit: Unit
+    moments: Moments
+    geometry: Geometry
+
+    @cached_property
+    def gaussian(self) -> dict[str, Parts]:
+        """The Gaussian null of both exchanges and of scaling at every α."""
+        law = Law.of(self.moments.neuron, self.moments.n_tokens)
+        return gaussian_nulls(law, self.unit, self.geometry.balance, self.moments.layout.alphas)
+
+    @cached_property
+    def _gaussian_replicates(self) -> dict[str, Parts]:
+        """The Gaussian nulls without each group of blocks, [d_mlp, group] each."""
+        layout = self.moments.layout.by_neuron_and_group
+
+        def parts(sums: Sums, n_tokens: float) -> Float64[Tensor, "null part d_mlp"]:
+            law = Law.of(sums, n_tokens)
+            nulls = gaussian_nulls(law, self.unit, self.geometry.balance, layout.alphas, ERROR_NODES)
+            return torch.stack([torch.stack([null.gap, null.scale]) for null in nulls.values()])
+
+        names = ("exchange", "exchange_balanced", *(scaling_name(alpha) for alpha in layout.alphas))
+        return {name: Parts(*both) for name, both in zip(names, neuron_replicates(parts, self.moments), strict=True)}
+
+    def layer_numbers(self) -> dict[str, int | float]:
+        """One row of the table of layers."""
+        moments, weight = self.moments, self.geometry.value_weight
+        numbers: dict[str, int | float] = {
+            "n_neurons": len(weight),
+            "n_tokens": moments.n_tokens,
+            "n_blocks": filled_blocks(moments),
+        }
+        for name in (*GAUSSIAN_NULLS, *(name for name in TOKEN_MEASURES if name not in GAUSSIAN_NULLS)):
+            numbers |= self._pooled(name) | self._over_tokens(name)
+            if name in GAUSSIAN_NULLS:
+                numbers |= self._layer_nulls(name)
+        for name, measure in (("exchange", measures.exchange), ("exchange_balanced", measures.exchange_balanced)):
+            numbers |= self._neuron_median(name, measure)
+        numbers |= self._pooled("exchange_relative_change")
+        numbers |= self._bilinear()
+        numbers["gate_positive"] = float(measures.gate_positive(moments.neuron).mean())
+        numbers["gate_positive_se"] = gate_positive_error(moments)
+        numbers["top_token_share"] = (
+            moments.top_energy / energy if (energy := float(moments.by_energy[1].sum())) else math.nan
+        )
+        numbers["top_tokens_share"] = moments.top_share(TRIMMED)
+        numbers["few_tokens"] = self.few_tokens
+        for name, found in self.discoveries.items():
+            numbers[f"n_{name}_differs"] = int(found[2].sum())
+        score = self.geometry.score
+        numbers["cos_qk_abs_mean"] = float(self.geometry.cos_qk.abs().mean())
+        numbers["score_max_ratio"] = float(score.max() / score.median())
+        return numbers
+
+    def neuron_numbers(self) -> dict[str, Tensor]:
+        """The columns of the table of neurons, [d_mlp] each."""
+        sums, weight = self.moments.neuron, self.geometry.value_weight
+        columns: dict[str, Tensor] = {}
+        for name, key in GAUSSIAN_NULLS.items():
+            columns[name] = LAYER_MEASURES[name](sums)
+            columns[f"{name}_se"] = neuron_error(LAYER_MEASURES[name], self.moments)
+            columns |= self._neuron_nulls(name, key, columns[name])
+            if name in self.discoveries:
+                found = dict(zip(("p", "q", "differs"), self.discoveries[name], strict=True))
+                columns |= {f"{name}_repaired_{part}": values for part, values in found.items()}
+        columns |= {name: measure(sums) for name, measure in LAYER_MEASURES.items() if name not in columns}
+        columns["gate_positive"] = measures.gate_positive(sums)
+        columns["bilinear_share"] = measures.bilinear_share(sums)
+        columns["bilinear_share_se"] = neuron_error(measures.bilinear_share, self.moments)
+        columns["bilinear_coef"] = measures.bilinear_coefficient(sums)
+        columns["energy_share"] = weight * sums["hh"] / (weight @ sums["hh"])
+        columns |= vars(Law.of(sums, self.moments.n_tokens))
+        for quadrant, tokens in zip(QUADRANTS, measures.quadrant_tokens(sums), strict=True):
+            columns[f"quadrant_{quadrant}"] = tokens
+        for quadrant, energy in zip(QUADRANTS, measures.quadrant_energy(sums), strict=True):
+            columns[f"quadrant_energy_{quadrant}"] = energy
+        return columns | {**self.geometry.tensors(), "score": self.geometry.score}
+
+    def curve_numbers(self) -> dict[str, list[float]]:
+        """The columns of the scaling curve, one value per α."""
+        pooled = self.moments.neuron.pool(self.geometry.value_weight)
+        alphas = self.moments.layout.alphas
+        columns = {
+            "asymmetry": measures.scaling(pooled)[:, 0],
+            "asymmetry_se": pooled_error(measures.scaling, self.moments),
+            "null_repaired": measures.scaling_null_repaired(pooled)[:, 0],
+            "relative_change": measures.scaling_relative_change(pooled)[:, 0],
+        }
+        weight = self.geometry.value_weight
+        return {
+            "alpha": list(alphas),
+            **{name: values.tolist() for name, values in columns.items()},
+            "null_gaussian": [self.gaussian[scaling_name(alpha)].pooled(weight) for alpha in alphas],
+            "token_median": [self.moments.token_quantile(scaling_name(alpha), 0.5) for alpha in alphas],
+        }
+
+    @cached_property
+    def discoveries(self) -> dict[str, tuple[Neurons, Neurons, Tensor]]:
+        """For both exchanges: p, q and whether a neuron differs from re-paired neurons (see ``analysis.discovery``)."""
+        sums = self.moments.neuron
+        return {name: false_discovery(LAYER_MEASURES[name](sums), draws(sums)) for name, draws in DRAWS.items()}
+
+    @cached_property
+    def few_tokens(self) -> bool:
+        """Whether some answer of this layer depends on a handful of tokens.
+
+        It does if leaving out 0.1 % of the tokens moves one of the measures by more than a tenth of itself.
+        """
+        pooled = self.moments.neuron.pool(self.geometry.value_weight)
+        pairs = (
+            (float(LAYER_MEASURES[name](pooled)), self._over_tokens(name)[f"{name}_trimmed"]) for name in TOKEN_MEASURES
+        )
+        return any(abs(value - trimmed) > CHANGED * value for value, trimmed in pairs)
+
+    def top_tokens(self) -> list[dict[str, int | float]]:
+        """The tokens of largest energy among the 0.1 % left out, at most ``extremes.TOP_TOKENS``.
+
+        Each with its place, its share of the layer's energy, and the neuron that holds most of it.
+        """
+        top, energy = self.moments.top_tokens, float(self.moments.by_energy[1].sum())
+        columns = {
+            **dict(zip(("window", "position", "token", "neuron"), top.places.tolist(), strict=True)),
+            "energy_share": (top.energy / energy).tolist(),
+            "neuron_share": top.neuron_share.tolist(),
+        }
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return rows[: math.ceil(TRIMMED * self.moments.n_tokens)]
+
+    def extreme_neurons(self, count: int = EXTREMES) -> dict[str, Tensor]:
+        """The neurons with the largest |h|·‖v‖ on any token fed, the uncounted first ones included, largest first."""
+        peaks, geometry = self.moments.peaks, self.geometry
+        size = peaks.values[0].abs() * geometry.norm_v
+        chosen = size.nan_to_num(nan=-1.0).argsort(descending=True)[:count]
+        h, a, b = peaks.values[:, chosen]
+        window, position, token, counted = peaks.places[:, chosen]
+        return {
+            "neuron": chosen,
+            "size": size[chosen],
+            "window": window,
+            "position": position,
+            "counted": counted.bool(),
+            "token": token,
+            "a": a,
+            "b": b,
+            "h": h,
+            "cos_qk": geometry.cos_qk[chosen],
+            "score": geometry.score[chosen],
+            "score_ratio": geometry.score[chosen] / geometry.score.median(),
+        }
+
+    def _pooled(self, name: str) -> dict[str, float]:
+        measure = LAYER_MEASURES[name]
+        value = float(measure(self.moments.neuron.pool(self.geometry.value_weight)))
+        return {name: value, f"{name}_se": float(pooled_error(measure, self.moments))}
+
+    def _over_tokens(self, name: str) -> dict[str, float]:
+        key = TOKEN_MEASURES[name]
+        if key not in self.moments.layout.token_measures:
+            parts = ("token_q1", "token_median", "token_median_se", "token_q3", "trimmed")
+            return {f"{name}_{part}": math.nan for part in parts}
+
+        def shown(ratio: float) -> float:
+            """A token's Euler residual is kept as ρ²/(1 + ρ²)."""
+            return math.sqrt(ratio / (1 - ratio)) if key == "euler" else ratio
+
+        median = self.moments.token_quantile(key, 0.5)
+        error = quantile_error(key, 0.5, self.moments)
+        if key == "euler":
+            error *= 0.5 / math.sqrt(median * (1 - median) ** 3) if median else math.nan
+        return {
+            f"{name}_token_q1": shown(self.moments.token_quantile(key, 0.25)),
+            f"{name}_token_median": shown(median),
+            f"{name}_token_median_se": error,
+            f"{name}_token_q3": shown(self.moments.token_quantile(key, 0.75)),
+            f"{name}_trimmed": shown(self.moments.without_top_tokens(key, TRIMMED)),
+        }
+
+    def _layer_nulls(self, name: str) -> dict[str, float]:
+        key, weight = GAUSSIAN_NULLS[name], self.geometry.value_weight
+        pooled = self.moments.neuron.pool(weight)
+        value, repaired = float(LAYER_MEASURES[name](pooled)), float(REPAIRED_NULLS[name](pooled))
+        gaussian = self.gaussian[key].pooled(weight) if key in self.gaussian else math.nan
+        return {
+            f"{name}_null_gaussian": gaussian,
+            f"{name}_excess_gaussian": value - gaussian,
+            f"{name}_excess_gaussian_se": self._excess_gaussian_error(name),
+            f"{name}_null_repaired": repaired,
+            f"{name}_excess_repaired": value - repaired,
+            f"{name}_excess_repaired_se": float(pooled_error(excess_over_repaired(name), self.moments)),
+        }
+
+    def _excess_gaussian_error(self, name: str) -> float:
+        parts = self._gaussian_replicates.get(GAUSSIAN_NULLS[name])
+        if parts is None:
+            return math.nan
+        weight = self.geometry.value_weight
+        null = (weight @ parts.gap) / (weight @ parts.scale)
+
+        def pooled(sums: Sums, _: float) -> Tensor:
+            return LAYER_MEASURES[name](sums.pool(weight))[0]
+
+        return float(jackknife(neuron_replicates(pooled, self.moments) - null))
+
+    def _neuron_nulls(self, name: str, key: str, value: Neurons) -> dict[str, Neurons]:
+        missing = torch.full_like(value, torch.nan)
+        repaired = REPAIRED_NULLS[name](self.moments.neuron)
+        gaussian, error = missing, missing
+        if key in self.gaussian:
+            gaussian = self.gaussian[key].by_neuron
+            own = neuron_replicates(lambda sums, _: LAYER_MEASURES[name](sums), self.moments)
+            error = jackknife(own - self._gaussian_replicates[key].by_neuron)
+        return {
+            f"{name}_null_gaussian": gaussian,
+            f"{name}_excess_gaussian": value - gaussian,
+            f"{name}_excess_gaussian_se": error,
+            f"{name}_null_repaired": repaired,
+            f"{name}_excess_repaired": value - repaired,
+            f"{name}_excess_repaired_se": neuron_error(excess_over_repaired(name), self.moments),
+        }
+
+    def _neuron_median(self, name: str, measure: measures.Measure) -> dict[str, float]:
+        replicates = neuron_replicates(lambda sums, _: _median(measure(sums)), self.moments)
+        return {
+            f"{name}_neuron_median": float(_median(measure(self.moments.neuron))),
+            f"{name}_neuron_median_se": float(jackknife(replicates)),
+        }
+
+    def _bilinear(self) -> dict[str, float]:
+        weight, sums = self.geometry.value_weight, self.moments.neuron
+        replicates = neuron_replicates(
+            lambda part, _: torch.tensor(measures.layer_bilinear_share(part, weight), dtype=torch.float64), self.moments
+        )
+        return {
+            "bilinear_share": measures.layer_bilinear_share(sums, weight),
+            "bilinear_share_se": float(jackknife(replicates)),
+        } | self._neuron_median("bilinear_share", measures.bilinear_share)
+
+
+def _median(values: Neurons) -> Float64[Tensor, ""]:
+    """The median of those that are a number, the mean of the two middle ones if their count is even."""
+    return torch.nanquantile(values, 0.5)

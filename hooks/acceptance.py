@@ -1,0 +1,81 @@
+"""The acceptance block: what a reader must know to believe a run, each line with its value, its limit and a verdict."""
+
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from analysis.activations import ALIASES
+from analysis.moments import Moments
+from hooks.corpus import Corpus
+from hooks.models import LoadedModel
+from hooks.sites import Site
+
+MINIMAL = {"torch": "2.6", "transformers": "5.9", "transformer-lens": "4.3"}
+Record = dict[str, Any]
+
+
+def acceptance_of(
+    model: LoadedModel, corpus: Corpus, sites: dict[int, Site], moments: dict[int, Moments], controls: tuple[Record, ...]
+) -> tuple[Record, ...]:
+    """The checks made when the model was loaded, the controls in brief, and how it was read."""
+    return (*model.acceptance, *_controls(controls), *_reading(model, corpus, sites, moments))
+
+
+def _controls(controls: tuple[Record, ...]) -> Iterator[Record]:
+    """The worst layer of each control."""
+    for name in dict.fromkeys(record["control"] for record in controls):
+        mine = [record for record in controls if record["control"] == name]
+        must_hold = mine[0]["must"] == "hold"
+        worst = max(mine, key=lambda record: record["value"] if must_hold else -record["value"])
+        what = f"{name} must change nothing" if must_hold else f"{name} must change something"
+        yield _check(what, worst["value"], worst["limit"], worst["passed"], "at most" if must_hold else "more than")
+
+
+def _reading(model: LoadedModel, corpus: Corpus, sites: dict[int, Site], moments: dict[int, Moments]) -> Iterator[Record]:
+    units = Counter(site.unit.name for site in sites.values())
+    configured = [ALIASES.get(name, name) for name in model.description["activation_in_config"]]
+    named = all(unit in configured for unit in units) or not configured
+    yield _check(
+        "activation, g(a, b) = σ(a)·b", _counted(units), f"configuration: {', '.join(configured) or 'silent'}", named
+    )
+
+    sums = {values.dtype for m in moments.values() for values in (m.neuron.values, m.pooled.values)}
+    precision = f"{model.description['dtype']} model, sums in {', '.join(str(t).removeprefix('torch.') for t in sums)}"
+    yield _check("precision", precision, "sums in float64", sums == {torch.float64})
+
+    begins = all(model.bos is None or int(window.tokens[0]) == model.bos for window in corpus.windows)
+    begin = "no BOS" if model.bos is None else f"BOS {model.bos} before every window"
+    yield _check("beginning of a window", begin, "as the tokenizer's authors have it", begins)
+
+    first = min(window.counted_from for window in corpus.windows)
+    counted = f"from position {first} on, {corpus.n_counted} of {corpus.n_tokens} tokens"
+    yield _check("counted positions", counted, f"from position {corpus.skip_positions} on", first >= corpus.skip_positions)
+
+    yield _check(
+        "norm gain folded into q and k", _counted(Counter(site.gain_source for site in sites.values())), "proved", True
+    )
+
+    n_layers = model.description["n_layers"]
+    left_out = "" if not model.skipped else f", skipped: {', '.join(map(str, model.skipped))}"
+    yield _check("layers analysed", f"{len(sites)} of {n_layers}{left_out}", "each proved on a probe", bool(sites))
+
+    versions = {name: version(name) for name in MINIMAL}
+    recent = all(Version(versions[name]) >= Version(least) for name, least in MINIMAL.items())
+    yield _check("versions", _listed(versions), f"at least {_listed(MINIMAL)}", recent)
+
+
+def _check(check: str, value: float | str, limit: float | str, passed: bool, sense: str = "") -> Record:
+    record: Record = {"check": check, "value": value, "limit": limit, "passed": passed}
+    return record | ({"sense": sense} if sense else {})
+
+
+def _counted(names: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count} layers)" for name, count in names.items())
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
