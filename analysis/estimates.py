@@ -37,6 +37,8 @@ EXTREMES = 10
 """Neurons of each layer in the table of extreme ones."""
 CHANGED = 0.1
 """A number that moves by more than this share of itself without those tokens depends on them."""
+CONCENTRATED = 0.01
+"""A layer whose energy sits in effectively fewer than this share of its tokens depends on them."""
 ERROR_NODES = 24
 """Quadrature nodes for errors of the Gaussian null: only differences between replicates count, and they cancel the rest."""
 
@@ -115,6 +117,7 @@ class Estimates:
             moments.top_energy / energy if (energy := float(moments.by_energy[1].sum())) else math.nan
         )
         numbers["top_tokens_share"] = moments.top_share(TRIMMED)
+        numbers["effective_tokens"] = moments.effective_tokens
         numbers["few_tokens"] = self.few_tokens
         for name, found in self.discoveries.items():
             numbers[f"n_{name}_differs"] = int(found[2].sum())
@@ -175,8 +178,11 @@ class Estimates:
     def few_tokens(self) -> bool:
         """Whether some answer of this layer depends on a handful of tokens.
 
-        It does if leaving out 0.1 % of the tokens moves one of the measures by more than a tenth of itself.
+        It does if the energy sits in effectively fewer than 1 % of the tokens, or if leaving out the 0.1 % of largest energy
+        moves one of the measures by more than a tenth of itself.
         """
+        if self.moments.effective_tokens < CONCENTRATED * self.moments.n_tokens:
+            return True
         pooled = self.moments.neuron.pool(self.geometry.value_weight)
         pairs = (
             (float(LAYER_MEASURES[name](pooled)), self._over_tokens(name)[f"{name}_trimmed"]) for name in TOKEN_MEASURES

@@ -183,6 +183,15 @@ class Moments:
         energy = self.by_energy[1]
         return float(1 - energy @ self._kept(share) / energy.sum())
 
+    @property
+    def effective_tokens(self) -> float:
+        """(Σ e)² / Σ e² over the energies e of the tokens: how many equal ones would share the energy as unequally as these.
+
+        Within an energy bin tokens count as equal.
+        """
+        count, energy = self.by_energy[:2]
+        return float(energy.sum() ** 2 / (energy.square() / count.clamp(min=1)).sum())
+
     def _kept(self, share: float) -> Float64[Tensor, " energy_bin"]:
         """What part of every energy bin stays when the share of tokens with the largest energy goes."""
         counts = self.by_energy[0].flip(0)

@@ -1,6 +1,7 @@
 """The closing summary on a terminal: what was measured, the verdict in words, a table by layer, what stands out."""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pandas as pd
@@ -136,13 +137,14 @@ def remarks(run: Run, layers: pd.DataFrame) -> Iterator[str]:
 def _carried(run: Run, layers: pd.DataFrame) -> Iterator[str]:
     """Layers whose numbers a handful of tokens make, with the heaviest of them."""
     for index, places in run.carriers().items():
-        row = layers.set_index("layer").loc[index]
-        names = [name for name in TOKEN_MEASURES if abs(row[name] - row[f"{name}_trimmed"]) > CHANGED * row[name]]
-        moved = ", ".join(f"{name} {row[name]:.3f} ({row[name + '_trimmed']:.3f} without them)" for name in names[:2])
-        top = places[0]
+        row, top = layers.set_index("layer").loc[index], places[0]
+        moved = (name for name in TOKEN_MEASURES if abs(row[name] - row[f"{name}_trimmed"]) > CHANGED * row[name])
+        without = ", ".join(f"{name} {row[name]:.3f} → {row[name + '_trimmed']:.3f}" for name in islice(moved, 2))
         yield (
-            f"layer {index}: 0.1 % of the tokens carry {moved}; the heaviest is {top['text']!r} (window {top['window']}, "
-            f"position {top['position']}, {top['energy_share']:.0%} of the energy, most of it in neuron {top['neuron']})"
+            f"layer {index}: its energy sits in effectively {row['effective_tokens']:.0f} of {row['n_tokens']:,} tokens"
+            f"{f' (without 0.1 % of them: {without})' if without else ''}; the heaviest is {top['text']!r} at window "
+            f"{top['window']}, position {top['position']}, with {top['energy_share']:.0%} of the energy, most of it in neuron "
+            f"{top['neuron']}: read the token median"
         )
 
 
