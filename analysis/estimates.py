@@ -178,8 +178,8 @@ class Estimates:
     def few_tokens(self) -> bool:
         """Whether some answer of this layer depends on a handful of tokens.
 
-        It does if the energy sits in effectively fewer than 1 % of the tokens, or if leaving out the 0.1 % of largest energy
-        moves one of the measures by more than a tenth of itself.
+        It does if the energy sits in effectively fewer than 1 % of the tokens, or if leaving out the 0.1 % of largest
+        energy moves one of the measures by more than a tenth of itself.
         """
         if self.moments.effective_tokens < CONCENTRATED * self.moments.n_tokens:
             return True

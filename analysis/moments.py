@@ -185,7 +185,7 @@ class Moments:
 
     @property
     def effective_tokens(self) -> float:
-        """(Σ e)² / Σ e² over the energies e of the tokens: how many equal ones would share the energy as unequally as these.
+        """(Σ e)² / Σ e² over the energies e of the tokens: how many tokens carry the energy, effectively.
 
         Within an energy bin tokens count as equal.
         """

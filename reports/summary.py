@@ -143,7 +143,7 @@ def _carried(run: Run, layers: pd.DataFrame) -> Iterator[str]:
         yield (
             f"layer {index}: its energy sits in effectively {row['effective_tokens']:.0f} of {row['n_tokens']:,} tokens"
             f"{f' (without 0.1 % of them: {without})' if without else ''}; the heaviest is {top['text']!r} at window "
-            f"{top['window']}, position {top['position']}, with {top['energy_share']:.0%} of the energy, most of it in neuron "
+            f"{top['window']}, position {top['position']}, with {top['energy_share']:.0%} of the energy, most in neuron "
             f"{top['neuron']}: read the token median"
         )
 
