@@ -27,7 +27,7 @@ COLUMNS = (
 
 
 def main(
-    model: str = DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument()] = DEFAULT_MODEL,
     tokens: Annotated[int, typer.Option(min=1)] = 4000,
     out: Annotated[Path | None, typer.Option(help="Also write the numbers as JSON.")] = None,
 ) -> None:
