@@ -119,6 +119,8 @@ class Estimates:
         numbers["top_tokens_share"] = moments.top_share(TRIMMED)
         numbers["effective_tokens"] = moments.effective_tokens
         numbers["few_tokens"] = self.few_tokens
+        by_neuron = weight * (moments.neuron["balanced_hh"] + moments.neuron["balanced_exchange"])
+        numbers["effective_neurons"] = float(by_neuron.sum() ** 2 / by_neuron.square().sum())
         for name, found in self.discoveries.items():
             numbers[f"n_{name}_differs"] = int(found[2].sum())
         score = self.geometry.score

@@ -18,6 +18,8 @@ from reports.tables import Tables
 
 OUTLIER = 3.5
 """Modified z-score above which a layer stands out among the layers (Iglewicz & Hoaglin 1993)."""
+FEW_NEURONS = 5
+"""A layer of which so few neurons make the pooled exchange speaks of them."""
 CHANCE = 0.5
 COLUMNS = {
     "exchange": "exch.",
@@ -115,6 +117,11 @@ def remarks(run: Run, layers: pd.DataFrame) -> Iterator[str]:
     if 1 < (blocks := int(layers["n_blocks"].min())) < FEW_BLOCKS:
         yield f"errors rest on {blocks} blocks of sequences, fewer than {FEW_BLOCKS}: give more text"
     yield from _carried(run, layers)
+    for row in layers[layers["effective_neurons"] < FEW_NEURONS].itertuples():
+        yield (
+            f"layer {row.layer}: effectively {row.effective_neurons:.1f} of {row.n_neurons:,} neurons make its pooled exchange; "
+            "read the median over neurons"
+        )
     for column in ("exchange", "scaling_double", "bilinear_share"):
         standing_out = _outliers(layers, column)
         if standing_out:
