@@ -119,8 +119,8 @@ def remarks(run: Run, layers: pd.DataFrame) -> Iterator[str]:
     yield from _carried(run, layers)
     for row in layers[layers["effective_neurons"] < FEW_NEURONS].itertuples():
         yield (
-            f"layer {row.layer}: effectively {row.effective_neurons:.1f} of {row.n_neurons:,} neurons make its pooled exchange; "
-            "read the median over neurons"
+            f"layer {row.layer}: effectively {row.effective_neurons:.1f} of {row.n_neurons:,} neurons make its pooled "
+            "exchange; read the median over neurons"
         )
     for column in ("exchange", "scaling_double", "bilinear_share"):
         standing_out = _outliers(layers, column)
