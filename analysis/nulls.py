@@ -46,7 +46,7 @@ class Law:
     corr_ab: Neurons
 
     @classmethod
-    def of(cls, sums: Sums, n_tokens: float) -> "Law":
+    def of(cls, sums: Sums, n_tokens: int | float) -> "Law":
         """From first and second moments; the correlation is NaN where a or b is constant."""
         mean_a, mean_b = sums["a"] / n_tokens, sums["b"] / n_tokens
         variance_a, variance_b = _variance(sums["aa"] / n_tokens, mean_a), _variance(sums["bb"] / n_tokens, mean_b)
