@@ -83,8 +83,8 @@ class Estimates:
         return gaussian_nulls(law, self.unit, self.geometry.balance, self.moments.layout.alphas)
 
     @cached_property
-    def _gaussian_replicates(self) -> dict[str, Parts]:
-        """The Gaussian nulls without each group of blocks, [d_mlp, group] each."""
+    def _gaussian_replicates(self) -> dict[str, Float64[Tensor, "part d_mlp group"]]:
+        """The two parts of every Gaussian null without each group of blocks."""
         layout = self.moments.layout.by_neuron_and_group
 
         def parts(sums: Sums, n_tokens: float) -> Float64[Tensor, "null part d_mlp"]:
@@ -93,7 +93,7 @@ class Estimates:
             return torch.stack([torch.stack([null.gap, null.scale]) for null in nulls.values()])
 
         names = ("exchange", "exchange_balanced", *(scaling_name(alpha) for alpha in layout.alphas))
-        return {name: Parts(*both) for name, both in zip(names, neuron_replicates(parts, self.moments), strict=True)}
+        return dict(zip(names, neuron_replicates(parts, self.moments), strict=True))
 
     def layer_numbers(self) -> dict[str, int | float]:
         """One row of the table of layers."""
@@ -273,12 +273,12 @@ class Estimates:
         if parts is None:
             return math.nan
         weight = self.geometry.value_weight
-        null = (weight @ parts.gap) / (weight @ parts.scale)
+        gap, scale = (weight @ part for part in parts)
 
         def pooled(sums: Sums, _: float) -> Tensor:
             return LAYER_MEASURES[name](sums.pool(weight))[0]
 
-        return float(jackknife(neuron_replicates(pooled, self.moments) - null))
+        return float(jackknife(neuron_replicates(pooled, self.moments) - gap / scale))
 
     def _neuron_nulls(self, name: str, key: str, value: Neurons) -> dict[str, Neurons]:
         missing = torch.full_like(value, torch.nan)
@@ -287,7 +287,8 @@ class Estimates:
         if key in self.gaussian:
             gaussian = self.gaussian[key].by_neuron
             own = neuron_replicates(lambda sums, _: LAYER_MEASURES[name](sums), self.moments)
-            error = jackknife(own - self._gaussian_replicates[key].by_neuron)
+            gap, scale = self._gaussian_replicates[key]
+            error = jackknife(own - gap / scale)
         return {
             f"{name}_null_gaussian": gaussian,
             f"{name}_excess_gaussian": value - gaussian,
