@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 from typing import Any
 
@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from analysis import measures
-from analysis.moments import N_BLOCKS, RATIO_BINS, Moments, derangements
+from analysis.estimates import Estimates
+from analysis.geometry import Geometry, Pairing, derangements
+from analysis.moments import N_BLOCKS, RATIO_BINS, Moments
 from analysis.sums import QUADRANTS, Layout, Sums
+from analysis.tile import TileReducer
 from analysis.units import GatedUnit, Unit, unit_named
+from analysis.window import Window
 from tests import reference
 
 TWINS = {
@@ -29,6 +33,9 @@ TWINS = {
     "softplus": "softplus",
 }
 """Canonical activation name to its name in ``tests.reference``."""
+
+D_MODEL = 4
+"""Of random layers: few dimensions, so that queries and keys are far from orthogonal."""
 
 TOLERANCES = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-5, 1e-6)}
 """Relative and absolute; the absolute one is for numbers whose true value is 0."""
@@ -82,14 +89,35 @@ def scalar_unit(unit: Unit) -> reference.Unit:
 
 @dataclass(frozen=True)
 class Case:
-    """Pre-activations of one layer: sequence i belongs to jackknife block i."""
+    """Pre-activations and weights of one layer: sequence i is window i and belongs to jackknife block i."""
 
     unit: Unit
     sequences: tuple[tuple[Tensor, Tensor], ...]
-    weight: Tensor
-    balance: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     layout: Layout
     partners: Tensor
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        return Geometry.of(self.q, self.k, self.v, self.gain)
+
+    @property
+    def gain(self) -> Tensor:
+        return torch.ones(self.q.shape[1], dtype=torch.float64)
+
+    @property
+    def pairing(self) -> Pairing:
+        return self.geometry.pairing(self.q, self.k, self.gain, self.partners)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.geometry.value_weight
+
+    @property
+    def balance(self) -> Tensor:
+        return self.geometry.balance
 
     @property
     def a(self) -> Tensor:
@@ -105,33 +133,24 @@ class Case:
         return self.a.tolist(), self.b.tolist(), self.weight.tolist()
 
     @property
-    def tokens(self) -> list["Case"]:
-        """The layer at each token alone."""
-        pairs = zip(self.a.split(1), self.b.split(1), strict=True)
-        return [replace(self, sequences=(pair,)) for pair in pairs]
-
-    @property
     def parts(self) -> list[Moments]:
         """The moments of every sequence."""
         return [self.moments_of(a, b, block) for block, (a, b) in enumerate(self.sequences)]
 
-    @property
+    @cached_property
     def moments(self) -> Moments:
         """The moments of all sequences together."""
         return reduce(add, self.parts)
 
-    def moments_of(self, a: Tensor, b: Tensor, block: int = 0) -> Moments:
-        """The moments of one sequence of this layer."""
-        return Moments.of(
-            a,
-            b,
-            unit=self.unit,
-            value_weight=self.weight,
-            balance=self.balance,
-            layout=self.layout,
-            partners=self.partners,
-            block=block,
-        )
+    @cached_property
+    def estimates(self) -> Estimates:
+        """The layer's numbers."""
+        return Estimates(self.unit, self.moments, self.geometry)
+
+    def moments_of(self, a: Tensor, b: Tensor, block: int = 0, window: Window | None = None) -> Moments:
+        """The moments of one sequence of this layer: all its tokens are counted, and token t has the id t."""
+        reducer = TileReducer(self.unit, self.layout, self.geometry, self.pairing, dtype=a.dtype)
+        return Moments.of(a, b, reducer, window or Window(block, torch.arange(len(a)), 0), block)
 
     def with_data(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], **fields: Any) -> "Case":
         """The same layer after ``change(a, b)`` of every sequence, other fields replaced as named."""
@@ -158,10 +177,21 @@ def random_case(
     a = 0.3 * normal(d_mlp) + common * (0.5 + 2 * torch.rand(d_mlp, generator=generator))
     b = 0.3 * normal(d_mlp) + (own + normal(d_mlp) * common) * (0.5 + torch.rand(d_mlp, generator=generator))
     a[0] = a[0].abs()
-    weight = 0.1 + torch.rand(d_mlp, generator=generator, dtype=torch.float64)
-    balance = (0.3 + torch.rand(d_mlp, generator=generator, dtype=torch.float64)) * normal(d_mlp).sign()
+    q, k, v = normal(3, d_mlp, D_MODEL) * (0.3 + torch.rand(3, d_mlp, 1, generator=generator, dtype=torch.float64))
     sequences = tuple(zip(a.to(dtype).split(list(lengths)), b.to(dtype).split(list(lengths)), strict=True))
-    return Case(unit, sequences, weight, balance, Layout.of(unit, draws=draws), derangements(d_mlp, draws, seed))
+    return Case(unit, sequences, q, k, v, Layout.of(unit, draws=draws), derangements(d_mlp, draws, seed))
+
+
+def regauged(case: Case, beta: Tensor) -> Case:
+    """The layer after k → βk, v → v/β: the same map from x to y."""
+    return case.with_data(lambda a, b: (a, b * beta), k=case.k * beta[:, None], v=case.v / beta[:, None])
+
+
+def permuted(case: Case, order: Tensor) -> Case:
+    """The layer with its neurons, and their partners, in another order."""
+    place = order.argsort()
+    weights = {name: getattr(case, name)[order] for name in "qkv"}
+    return case.with_data(lambda a, b: (a[:, order], b[:, order]), partners=place[case.partners[:, order]], **weights)
 
 
 def layer_sums(moments: Moments) -> Sums:
@@ -174,7 +204,9 @@ def layer_numbers(moments: Moments, weight: Tensor) -> dict[str, Tensor]:
     sums = layer_sums(moments)
     pooled = {
         **measures.LAYER_MEASURES,
+        **{f"repaired {name}": null for name, null in measures.REPAIRED_NULLS.items()},
         "scaling": measures.scaling,
+        "scaling_null_repaired": measures.scaling_null_repaired,
         "scaling_relative_change": measures.scaling_relative_change,
         "quadrant_tokens": measures.quadrant_tokens,
         "quadrant_energy": measures.quadrant_energy,
@@ -184,7 +216,7 @@ def layer_numbers(moments: Moments, weight: Tensor) -> dict[str, Tensor]:
     numbers["bilinear_share"] = torch.tensor(measures.layer_bilinear_share(moments.neuron, weight))
     numbers["top_token_share"] = moments.top_energy / sums["hh"][0]
     for name in moments.neuron.layout.token_measures:
-        numbers[f"token median of {name}"] = torch.tensor(moments.token_median(name))
+        numbers[f"token median of {name}"] = torch.tensor(moments.token_quantile(name, 0.5))
     return numbers
 
 

@@ -41,6 +41,14 @@ def median(values: Vector) -> float:
     return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2 if n else math.nan
 
 
+def quantile(values: Vector, q: float) -> float:
+    """The value at rank q (n - 1), between two ranks on the line through both."""
+    ordered = sorted(values)
+    rank = q * (len(ordered) - 1)
+    low, high = ordered[math.floor(rank)], ordered[math.ceil(rank)]
+    return low + (rank - math.floor(rank)) * (high - low)
+
+
 def column(x: Grid, j: int) -> list[float]:
     """Neuron j's values over the tokens."""
     return [float(row[j]) for row in x]
@@ -202,6 +210,37 @@ def repaired_null(g: Unit, a: Grid, b: Grid, w: Vector, partner: Sequence[int]) 
     return exchange(g, a, [[row[partner[j]] for j in range(len(w))] for row in b], w)
 
 
+def repaired_balanced_null(g: Unit, a: Grid, b: Grid, w: Vector, q: Grid, k: Grid, partner: Sequence[int]) -> Comparison:
+    """Exchange of neuron i with the b of p = partner[i], whose key is first brought to the length
+    and side of q_i; h counts in the balanced gauge of neuron i itself.  q, k: one row a neuron."""
+    h, swapped = [[0.0] * len(w) for _ in a], [[0.0] * len(w) for _ in a]
+    for i, p in enumerate(partner):
+        beta, own = balance(q[i], k[p]), balance(q[i], k[i])
+        for t in range(len(a)):
+            x, y = float(a[t][i]), beta * float(b[t][p])
+            h[t][i], swapped[t][i] = g(x, y) / own, g(y, x) / own
+    return compare(h, swapped, w)
+
+
+def balance(q: Vector, k: Vector) -> float:
+    """|q|/|k| with the sign of q . k."""
+    return math.copysign(math.sqrt(dot(q, q) / dot(k, k)), dot(q, k))
+
+
+def everyone_else(a: Grid, b: Grid, k: Grid | None) -> tuple[Grid, Grid]:
+    """Every pair of a neuron's a with the b of another neuron, one row a token and distance in
+    the order of neurons.  With keys k, the other's is brought to the length of the neuron's own."""
+    m = len(a[0])
+    length = [1.0] * m if k is None else [math.sqrt(dot(row, row)) for row in k]
+    rows_a, rows_b = [], []
+    for t in range(len(a)):
+        for shift in range(1, m):
+            others = [(i + shift) % m for i in range(m)]
+            rows_a.append(a[t])
+            rows_b.append([b[t][p] * length[i] / length[p] for i, p in enumerate(others)])
+    return rows_a, rows_b
+
+
 def gaussian_null(g: Unit, m: dict[str, list[float]], w: Vector, n: int, seed: int = 0) -> tuple[list[float], float]:
     """Exchange asymmetry (per neuron, pooled) for (a, b) bivariate normal with moments m, by
     n draws each (one generator runs through the neurons).  A nan correlation counts as 0."""
@@ -235,6 +274,12 @@ def jackknife_se(numerators: Vector, denominators: Vector, skip_empty: bool = Fa
     for k in range(count):
         others = blocks[:k] + blocks[k + 1 :]  # N - N_k and D - D_k, without cancellation
         replicates.append(ratio(math.fsum(n for n, _ in others), math.fsum(d for _, d in others)))
+    return jackknife(replicates)
+
+
+def jackknife(replicates: Vector) -> float:
+    """sqrt((K - 1)/K sum (R_k - mean)^2) of the K numbers without each block."""
+    count = len(replicates)
     mean = math.fsum(replicates) / count
     return math.sqrt((count - 1) / count * math.fsum((r - mean) ** 2 for r in replicates))
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from analysis import measures
-from analysis.geometry import Geometry
-from analysis.moments import RATIO_BINS, Moments, histogram_median
+from analysis.moments import RATIO_BINS, Moments, histogram_quantile
 from analysis.sums import Layout, Sums
 from analysis.units import GatedUnit, Unit, unit_named
 from tests import reference
@@ -23,11 +22,19 @@ from tests.analysis_helpers import (
     by_quadrant,
     layer_numbers,
     layer_sums,
+    permuted,
     random_case,
+    regauged,
     scalar_unit,
 )
 
-SHAPES = [((1,), 1), ((63,), 4), ((64, 1), 2), ((129,), 3), ((65, 1, 41), 5)]
+
+def name_of(value: object) -> str | None:
+    """A unit's name, where a test is named after one."""
+    return value.name if isinstance(value, Unit) else None
+
+
+SHAPES = [((1,), 2), ((63,), 4), ((64, 1), 2), ((129,), 3), ((65, 1, 41), 5)]
 """Lengths of the sequences and d_mlp; the tile is 64 tokens."""
 
 Table = dict[str, tuple[object, object]]
@@ -63,6 +70,7 @@ def measured(moments: Moments, weight: Tensor) -> Table:
         "exchange": both(measures.exchange),
         "exchange_relative_change": both(measures.exchange_relative_change),
         "exchange_null_repaired": both(measures.exchange_null_repaired),
+        "exchange_balanced_null_repaired": both(measures.exchange_balanced_null_repaired),
         "euler_residual": both(measures.euler_residual),
         "placement": both(measures.placement),
         "exchange_balanced": both(measures.exchange_balanced),
@@ -92,7 +100,9 @@ def expected(case: Case) -> Table:
     g, grids = scalar_unit(case.unit), case.grids
     a, _, w = grids
     exchange = reference.exchange(g, *grids)
-    repaired = reference.repaired_null(g, *grids, partner=case.partners[0].tolist())
+    partner, q, k = (x.tolist() for x in (case.partners[0], case.q, case.k))
+    repaired = reference.repaired_null(g, *grids, partner=partner)
+    repaired_balanced = reference.repaired_balanced_null(g, *grids, q, k, partner)
     placement = reference.placement(g, *grids)
     exchange_balanced, placement_balanced = (
         twin(g, *balanced(case).grids) for twin in (reference.exchange, reference.placement)
@@ -103,7 +113,8 @@ def expected(case: Case) -> Table:
         "exchange": (exchange.asymmetry, exchange.pooled_asymmetry),
         "exchange_relative_change": (exchange.change, exchange.pooled_change),
         "exchange_null_repaired": (repaired.asymmetry, repaired.pooled_asymmetry),
-        "euler_residual": euler_twin(case),
+        "exchange_balanced_null_repaired": (repaired_balanced.asymmetry, repaired_balanced.pooled_asymmetry),
+        "euler_residual": euler_twin(case, *grids),
         "placement": (placement.asymmetry, placement.pooled_asymmetry),
         "exchange_balanced": (exchange_balanced.asymmetry, exchange_balanced.pooled_asymmetry),
         "placement_balanced": (placement_balanced.asymmetry, placement_balanced.pooled_asymmetry),
@@ -115,7 +126,7 @@ def expected(case: Case) -> Table:
         "top_token_share": (math.nan, reference.top_token_share(g, *grids)),
     }
     for alpha in case.layout.alphas:
-        comparison = scaling_twin(case, alpha)
+        comparison = scaling_twin(case, *grids, alpha=alpha)
         table[f"scaling {alpha:g}"] = (comparison.asymmetry, comparison.pooled_asymmetry)
         table[f"scaling_relative_change {alpha:g}"] = (comparison.change, comparison.pooled_change)
     return table
@@ -123,26 +134,28 @@ def expected(case: Case) -> Table:
 
 def balanced(case: Case) -> Case:
     """The layer in its balanced gauge: k → βk and v → v/β, so that b → βb and w → w/β²."""
-    return case.with_data(lambda a, b: (a, b * case.balance), weight=case.weight / case.balance.square())
+    return regauged(case, case.balance)
 
 
-def euler_twin(case: Case) -> tuple[list[float], float]:
+def euler_twin(case: Case, a: reference.Grid, b: reference.Grid, w: reference.Vector) -> tuple[list[float], float]:
     """The Euler residual from σ′ where the unit has a σ, else from differences."""
     if isinstance(case.unit, GatedUnit):
         sigma, derivative, _, _ = reference.ACTIVATIONS[TWINS[case.unit.activation.name]]
-        return reference.euler_residual(sigma, derivative, *case.grids)
-    return reference.euler_residual_generic(scalar_unit(case.unit), *case.grids)
+        return reference.euler_residual(sigma, derivative, a, b, w)
+    return reference.euler_residual_generic(scalar_unit(case.unit), a, b, w)
 
 
-def scaling_twin(case: Case, alpha: float) -> reference.Comparison:
+def scaling_twin(
+    case: Case, a: reference.Grid, b: reference.Grid, w: reference.Vector, alpha: float
+) -> reference.Comparison:
     """The scaling comparison at a finite α or at a limit."""
     if alpha != 0 and math.isfinite(alpha):
-        return reference.scaling(scalar_unit(case.unit), *case.grids, alpha=alpha)
+        return reference.scaling(scalar_unit(case.unit), a, b, w, alpha)
     assert isinstance(case.unit, GatedUnit)
     sigma, _, at_zero, at_infinity = reference.ACTIVATIONS[TWINS[case.unit.activation.name]]
     slopes = at_zero if alpha == 0 else at_infinity
     assert slopes is not None
-    return reference.scaling_limit(sigma, slopes, *case.grids)
+    return reference.scaling_limit(sigma, slopes, a, b, w)
 
 
 def assert_measures_equal_the_twin(case: Case, moments: Moments, dtype: torch.dtype) -> None:
@@ -158,21 +171,22 @@ def assert_measures_equal_the_twin(case: Case, moments: Moments, dtype: torch.dt
 
 def token_twin(case: Case, name: str) -> list[float]:
     """One of ``Layout.token_measures`` at every token."""
-    layer = balanced(case) if name.startswith("balanced") else case
-    tokens, g = layer.tokens, scalar_unit(case.unit)
+    g, (a, b, w) = scalar_unit(case.unit), (balanced(case) if name.startswith("balanced") else case).grids
+    tokens = [([row_a], [row_b], w) for row_a, row_b in zip(a, b, strict=True)]
     if name == "euler":
-        squares = [euler_twin(token)[1] ** 2 for token in tokens]
+        squares = [euler_twin(case, *token)[1] ** 2 for token in tokens]
         return [square / (1 + square) for square in squares]
     if name.startswith("scaling"):
-        return [scaling_twin(token, float(name.removeprefix("scaling "))).pooled_asymmetry for token in tokens]
+        alpha = float(name.removeprefix("scaling "))
+        return [scaling_twin(case, *token, alpha=alpha).pooled_asymmetry for token in tokens]
     compare = reference.placement if name in ("placement", "balanced_placement") else reference.exchange
-    return [compare(g, *token.grids).pooled_asymmetry for token in tokens]
+    return [compare(g, *token).pooled_asymmetry for token in tokens]
 
 
 def assert_token_median_equals_the_twin(case: Case, moments: Moments, name: str) -> None:
     """Within a bin."""
     exact = reference.median([ratio for ratio in token_twin(case, name) if not math.isnan(ratio)])
-    assert moments.token_median(name) == pytest.approx(exact, abs=2 / RATIO_BINS), name
+    assert moments.token_quantile(name, 0.5) == pytest.approx(exact, abs=2 / RATIO_BINS), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -214,11 +228,27 @@ def test_token_median_of_an_even_number_of_tokens() -> None:
     counts = torch.zeros(RATIO_BINS, dtype=torch.int64)
     counts[[1000, 3000]] = 1
     exact = reference.median([(1000.5 / RATIO_BINS) ** 2, (3000.5 / RATIO_BINS) ** 2])
-    assert histogram_median(counts) == pytest.approx(exact, rel=1e-12)
+    assert histogram_quantile(counts, 0.5) == pytest.approx(exact, rel=1e-12)
 
 
 def test_token_median_of_nothing_is_missing() -> None:
-    assert math.isnan(histogram_median(torch.zeros(RATIO_BINS, dtype=torch.int64)))
+    assert math.isnan(histogram_quantile(torch.zeros(RATIO_BINS, dtype=torch.int64), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("unit", [*map(unit_named, ("silu", "relu", "gelu", "relu2")), ClampedUnit()], ids=name_of)
+def test_scaling_null_pairs_a_neuron_with_every_other(unit: Unit, dtype: torch.dtype) -> None:
+    """Also where up is not linear, and no key is brought to another length; also at the limits."""
+    case = random_case(unit, (65, 3), 4, dtype=dtype)
+    a, b, w = case.grids
+    everyone = reference.everyone_else(a, b, case.k.tolist() if unit.up_is_linear else None)
+    neurons, layer = (measures.scaling_null_repaired(sums) for sums in (case.moments.neuron, layer_sums(case.moments)))
+    rounding = 0 if dtype == torch.float64 else 1e-5  # a difference of sums, taken in single precision
+    for index, alpha in enumerate(case.layout.alphas):
+        twin = scaling_twin(case, *everyone, w, alpha=alpha)
+        for actual, expected_number in ((neurons[index], twin.asymmetry), (layer[index], [twin.pooled_asymmetry])):
+            difference = (actual - torch.tensor(expected_number, dtype=torch.float64)).abs().max()
+            assert difference <= rounding + 1e-12, (alpha, difference)
 
 
 def test_draws_are_averaged_within_the_ratio() -> None:
@@ -228,6 +258,17 @@ def test_draws_are_averaged_within_the_ratio() -> None:
     twin = reference.exchange(scalar_unit(case.unit), 3 * a, drawn_b, w)
     assert_close(measures.exchange_null_repaired(case.moments.neuron), twin.asymmetry)
     assert_close(measures.exchange_null_repaired(layer_sums(case.moments))[0], twin.pooled_asymmetry)
+
+
+@pytest.mark.parametrize("unit", [unit_named("silu"), ClampedUnit()], ids=name_of)
+def test_every_draw_equals_the_twin(unit: Unit) -> None:
+    case = random_case(unit, (50,), 4, draws=3)
+    g, grids, q, k = scalar_unit(unit), case.grids, case.q.tolist(), case.k.tolist()
+    sums = case.moments.neuron
+    plain, balanced_draws = measures.exchange_of_draws(sums), measures.exchange_balanced_of_draws(sums)
+    for draw, partner in enumerate(case.partners.tolist()):
+        assert_close(plain[draw], reference.repaired_null(g, *grids, partner).asymmetry)
+        assert_close(balanced_draws[draw], reference.repaired_balanced_null(g, *grids, q, k, partner).asymmetry)
 
 
 ENERGY_RATIOS = [
@@ -260,7 +301,7 @@ def test_bilinear_fit_where_the_product_vanishes() -> None:
 
 
 def test_scale_that_was_not_followed_is_missing() -> None:
-    assert measures.scaling_at(3.0)(random_case("silu", (20,), 2).moments.neuron).isnan().all()
+    assert measures.at_scale(measures.scaling, 3.0)(random_case("silu", (20,), 2).moments.neuron).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -298,7 +339,7 @@ def test_symmetric_unit_is_exactly_unchanged_by_exchange() -> None:
     moments = random_case(SymmetricUnit(), (70, 21), 4, dtype=torch.float32).moments
     assert (measures.exchange(moments.neuron) == 0).all()
     assert measures.exchange(layer_sums(moments)) == 0
-    assert moments.token_median("exchange") <= 1 / RATIO_BINS
+    assert moments.token_quantile("exchange", 0.5) <= 1 / RATIO_BINS
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -312,7 +353,7 @@ def test_query_equal_to_key_makes_exchange_free(name: str) -> None:
 def test_flip_sees_the_parity_of_the_gain(name: str) -> None:
     """σ(−a)·(−b): an odd σ keeps h, and for SiLU the antisymmetric part of φ is tanh(a/2)/2."""
     case = random_case(name, (70,), 3)
-    flip = measures.scaling_at(-1.0)(case.moments.neuron)
+    flip = measures.at_scale(measures.scaling, -1.0)(case.moments.neuron)
     ab = case.a * case.b
     even, odd = {
         "tanh": (case.a.tanh() * case.b, torch.zeros(3)),
@@ -327,21 +368,10 @@ def test_flip_sees_the_parity_of_the_gain(name: str) -> None:
 def test_permuting_neurons_changes_no_layer_number(name: str) -> None:
     case = random_case(name, (70, 1, 21), 6, draws=2)
     order = torch.randperm(6, generator=torch.Generator().manual_seed(5))
-    place = order.argsort()
-    permuted = case.with_data(
-        lambda a, b: (a[:, order], b[:, order]),
-        weight=case.weight[order],
-        balance=case.balance[order],
-        partners=place[case.partners[:, order]],
-    )
-    assert_numbers_close(layer_numbers(permuted.moments, permuted.weight), layer_numbers(case.moments, case.weight))
-    moved = measures.exchange_null_repaired(case.moments.neuron)[order]
-    assert_close(measures.exchange_null_repaired(permuted.moments.neuron), moved)
-
-
-def regauged(case: Case, beta: Tensor) -> Case:
-    """The layer after k → βk, v → v/β: the same map from x to y."""
-    return case.with_data(lambda a, b: (a, b * beta), weight=case.weight / beta.square(), balance=case.balance / beta)
+    moved = permuted(case, order)
+    assert_numbers_close(layer_numbers(moved.moments, moved.weight), layer_numbers(case.moments, case.weight))
+    for null in measures.REPAIRED_NULLS.values():
+        assert_close(null(moved.moments.neuron), null(case.moments.neuron)[order])
 
 
 BETAS = [torch.full((6,), beta, dtype=torch.float64) for beta in (3.0, -1.0, -0.2)]
@@ -359,7 +389,8 @@ def test_rescaling_key_and_value_leaves_the_scaling_measures(name: str, beta: Te
         assert_close(new_numbers[number], numbers[number], what=number)
     for token_measure in before.neuron.layout.token_measures:
         if token_measure not in ("exchange", "placement"):
-            assert abs(before.token_median(token_measure) - after.token_median(token_measure)) <= 2 / RATIO_BINS
+            medians = [moments.token_quantile(token_measure, 0.5) for moments in (before, after)]
+            assert abs(medians[0] - medians[1]) <= 2 / RATIO_BINS
     for measure in (measures.bilinear_share, measures.bilinear_coefficient, measures.gate_positive):
         assert_close(measure(after.neuron), measure(before.neuron), what=measure.__name__)
     energies = [x.weight * x.moments.neuron["hh"] for x in (case, changed)]
@@ -422,8 +453,8 @@ def test_balanced_measures_are_the_plain_ones_of_the_balanced_layer(
 
 @pytest.mark.parametrize("beta", [3.0, -1.0, -0.2])
 def test_balanced_exchange_is_free_when_key_is_a_multiple_of_query(beta: float) -> None:
-    balance = torch.full((3,), 1 / beta, dtype=torch.float64)
-    sums = random_case("silu", (70,), 3).with_data(lambda a, _: (a, beta * a), balance=balance).moments.neuron
+    case = random_case("silu", (70,), 3)
+    sums = case.with_data(lambda a, _: (a, beta * a), k=beta * case.q).moments.neuron
     assert_close(measures.exchange_balanced(sums), torch.zeros(3))
     assert (measures.exchange(sums) > 1e-4).all()
 
@@ -437,13 +468,9 @@ def test_dead_neuron_does_not_hide_the_layer(dead: str, measure: measures.Measur
     (q if dead == "q" else k)[0] = 0
     numbers = []
     for kept in (slice(0, 3), slice(1, 3)):
-        geometry = Geometry.of(q[kept], k[kept], v[kept], torch.ones(4, dtype=torch.float64))
-        case = random_case("silu", (21,), len(geometry.norm_q))
-        case = case.with_data(
-            lambda a, b, kept=kept: (x @ q[kept].T, x @ k[kept].T),
-            weight=geometry.value_weight,
-            balance=geometry.balance,
-        )
+        weights = {"q": q[kept], "k": k[kept], "v": v[kept]}
+        case = random_case("silu", (21,), len(q[kept]))
+        case = case.with_data(lambda a, b, kept=kept: (x @ q[kept].T, x @ k[kept].T), **weights)
         numbers.append(measure(layer_sums(case.moments))[0])
     assert_close(*numbers)
 
@@ -462,14 +489,15 @@ def test_extreme_gauge_joins_exchange_and_placement_to_the_limits_of_scaling(
     gap, energies = (h - limit).square().sum(dim=0), (h.square() + limit.square()).sum(dim=0)
     torch.testing.assert_close(number, gap / (2 * energies), rtol=1e-5, atol=1e-8)
     if alpha == 0:
-        torch.testing.assert_close(number, measures.scaling_at(0.0)(case.moments.neuron), rtol=1e-5, atol=1e-8)
+        at_limit = measures.at_scale(measures.scaling, 0.0)(case.moments.neuron)
+        torch.testing.assert_close(number, at_limit, rtol=1e-5, atol=1e-8)
 
 
 def scaling_at(unit: Unit, alpha: float) -> tuple[Tensor, Callable[[float], Tensor]]:
     """Scaling asymmetry per neuron at ``alpha``, and at the scales 0 and ∞, on the same data."""
     case = random_case(unit, (91,), 3)
-    sums: Sums = case.with_data(lambda a, b: (a, b), layout=Layout.of(unit, (alpha,))).moments.neuron
-    return measures.scaling_at(alpha)(sums), lambda limit: measures.scaling_at(limit)(sums)
+    sums: Sums = case.with_data(lambda a, b: (a, b), layout=Layout.of(unit, (alpha,), draws=1)).moments.neuron
+    return measures.at_scale(measures.scaling, alpha)(sums), lambda limit: measures.at_scale(measures.scaling, limit)(sums)
 
 
 @pytest.mark.parametrize("name", [name for name in TWINS if unit_named(name).limits])

@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.moments import N_BLOCKS, RATIO_BINS, Moments, derangements
-from analysis.nulls import first_moments
+from analysis.geometry import derangements
+from analysis.moments import N_BLOCKS, N_GROUPS, RATIO_BINS, Moments
+from analysis.nulls import Law
 from analysis.sums import Layout, Sums
 from analysis.tile import TILE
 from analysis.units import unit_named
+from analysis.window import Window
 from tests import reference
 from tests.analysis_helpers import Case, ClampedUnit, assert_close, layer_sums, random_case
 
@@ -38,38 +40,44 @@ class Family:
 FAMILIES = {
     "silu": Family(random_case("silu", (201,), 4), 1e-12),
     "clamped": Family(random_case(ClampedUnit(), (150,), 3, draws=2, seed=1), 1e-12),
-    "one neuron": Family(random_case("relu", (70,), 1, seed=2), 1e-12),
+    "two neurons": Family(random_case("relu", (70,), 2, seed=2), 1e-12),
     "single precision": Family(random_case("gelu", (201,), 4, dtype=torch.float32, seed=3), 1e-6, 2),
     "bfloat16": Family(random_case("gelu", (99,), 4, dtype=torch.bfloat16, seed=4), 1e-6, 2),
 }
 
 
-def tensors(moments: Moments) -> tuple[Tensor, ...]:
-    """Everything in it, as tensors."""
-    scalars = torch.tensor([moments.top_energy, moments.n_tokens, moments.n_sequences], dtype=torch.float64)
-    return moments.neuron.values, moments.pooled.values, moments.token_ratios, scalars
-
-
 def assert_same(x: Moments, y: Moments) -> None:
     """Bit for bit."""
-    assert all(torch.equal(a, b) for a, b in zip(tensors(x), tensors(y), strict=True))
+    theirs = y.tensors()
+    for name, tensor in x.tensors().items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 def assert_agree(x: Moments, y: Moments, family: Family) -> None:
-    """Equal but for the rounding of sums in another order."""
-    for a, b in ((x.neuron, y.neuron), (x.pooled, y.pooled)):
-        scale = b.values.abs().amax(dim=1, keepdim=True).clamp(min=1e-300)
-        torch.testing.assert_close(a.values / scale, b.values / scale, rtol=0, atol=family.relative)
-    assert int((x.token_ratios.cumsum(1) - y.token_ratios.cumsum(1)).abs().max()) <= family.moved
-    assert x.top_energy == pytest.approx(y.top_energy, rel=family.relative)
+    """Equal but for the rounding of sums in another order; places of sequences that were cut differ."""
+    single = max(family.relative, 1e-6)  # sums of groups are kept in single precision
+    for name, exactness in (("neuron", family.relative), ("pooled", family.relative), ("neuron_groups", single)):
+        a, b = x.tensors()[name], y.tensors()[name]
+        scale = b.abs().amax(dim=-1, keepdim=True).clamp(min=1e-300 if b.dtype == torch.float64 else 1e-30)
+        torch.testing.assert_close(a / scale, b / scale, rtol=0, atol=exactness, msg=name)
+    for name in ("token_ratios", "token_ratio_blocks"):
+        a, b = getattr(x, name), getattr(y, name)
+        assert int((a.cumsum(-1) - b.cumsum(-1)).abs().max()) <= family.moved
+    torch.testing.assert_close(x.by_energy.sum(1), y.by_energy.sum(1), rtol=10 * family.relative, atol=1e-9)
+    assert torch.equal(x.signs, y.signs)
+    torch.testing.assert_close(x.peaks.values, y.peaks.values, rtol=family.relative, atol=0, equal_nan=True)
+    torch.testing.assert_close(x.top_tokens.energy, y.top_tokens.energy, rtol=family.relative, atol=0)
     assert (x.n_tokens, x.n_sequences) == (y.n_tokens, y.n_sequences)
 
 
 def split(case: Case, cuts: list[int], blocks: list[int]) -> list[Moments]:
     """The moments of the pieces between the cuts."""
     edges = [0, *cuts, len(case.a)]
-    pieces = zip(pairwise(edges), blocks, strict=True)
-    return [case.moments_of(case.a[start:end], case.b[start:end], block) for (start, end), block in pieces]
+    pieces = enumerate(zip(pairwise(edges), blocks, strict=True))
+    return [
+        case.moments_of(case.a[start:end], case.b[start:end], block, Window(index, torch.arange(start, end), 0))
+        for index, ((start, end), block) in pieces
+    ]
 
 
 def random_splits(case: Case, blocks: int = N_BLOCKS) -> Iterator[list[Moments]]:
@@ -96,7 +104,10 @@ def commutativity(family: Family) -> None:
 def associativity(family: Family) -> None:
     exact = replace(family, relative=1e-12, moved=0)
     for x, y, z, _ in random_splits(family.case):
-        assert_agree((x + y) + z, x + (y + z), exact)
+        first, second = (x + y) + z, x + (y + z)
+        assert_agree(first, second, exact)
+        for name in ("peaks.values", "peaks.places", "top_tokens.energy", "top_tokens.places"):
+            assert torch.equal(first.tensors()[name], second.tensors()[name]), name
 
 
 def split_is_whole(family: Family) -> None:
@@ -107,11 +118,12 @@ def split_is_whole(family: Family) -> None:
 
 def inputs_are_unchanged(family: Family) -> None:
     x, y, *_ = next(random_splits(family.case))
-    before = [[tensor.clone() for tensor in tensors(part)] for part in (x, y)]
-    total = x + y
-    total.neuron.values.add_(1), total.pooled.values.add_(1), total.token_ratios.add_(1)
+    before = [{name: tensor.clone() for name, tensor in part.tensors().items()} for part in (x, y)]
+    for tensor in (x + y).tensors().values():
+        tensor.add_(1)
     for part, copies in zip((x, y), before, strict=True):
-        assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors(part), copies, strict=True))
+        for name, tensor in part.tensors().items():
+            assert torch.equal(tensor, copies[name]), name
 
 
 def blocks_pool_the_neurons(family: Family) -> None:
@@ -121,6 +133,19 @@ def blocks_pool_the_neurons(family: Family) -> None:
         torch.testing.assert_close(layer_sums(total).values, pooled, rtol=1e-12, atol=1e-12)
 
 
+def groups_part_the_neurons(family: Family) -> None:
+    for parts in random_splits(family.case):
+        total = reduce(add, parts)
+        narrow = family.case.layout.narrow(total.neuron.values)
+        torch.testing.assert_close(total.neuron_groups.double().sum(0), narrow, rtol=1e-5, atol=1e-5)
+
+
+def tensors_hold_everything(family: Family) -> None:
+    for parts in random_splits(family.case):
+        total = reduce(add, parts)
+        assert_same(Moments.from_tensors(family.case.layout, total.tensors()), total)
+
+
 LAWS: list[Callable[[Family], None]] = [
     identity,
     commutativity,
@@ -128,6 +153,8 @@ LAWS: list[Callable[[Family], None]] = [
     split_is_whole,
     inputs_are_unchanged,
     blocks_pool_the_neurons,
+    groups_part_the_neurons,
+    tensors_hold_everything,
 ]
 
 
@@ -143,6 +170,14 @@ def test_each_sequence_is_pooled_in_its_own_block() -> None:
     for block, part in enumerate(case.parts):
         assert torch.equal(pooled[:, block], part.neuron.values @ case.weight)
     assert (pooled[:, 3:] == 0).all()
+
+
+def test_consecutive_blocks_share_a_group() -> None:
+    case = random_case("silu", (9,) * N_BLOCKS, 3)
+    per_group = N_BLOCKS // N_GROUPS
+    for group, sums in enumerate(case.moments.neuron_groups.double()):
+        mine = reduce(add, case.parts[group * per_group : (group + 1) * per_group]).neuron.values
+        torch.testing.assert_close(sums, case.layout.narrow(mine), rtol=1e-5, atol=1e-5)
 
 
 def test_counts_of_tokens_and_sequences() -> None:
@@ -167,7 +202,7 @@ def test_inputs_of_a_batch_are_unchanged() -> None:
 def test_first_moments_equal_the_twin(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     case = random_case("silu", lengths, 4, dtype=dtype)
     twin = reference.moments(*case.grids[:2])
-    actual = first_moments(case.moments)
+    actual = vars(Law.of(case.moments.neuron, case.moments.n_tokens))
     assert actual.keys() == twin.keys()
     for name, values in twin.items():
         assert_close(actual[name], values, what=name)  # a and b are summed in float64 whatever they come in
@@ -178,7 +213,8 @@ def test_data_far_from_zero(dtype: torch.dtype) -> None:
     """A mean of 1000 standard deviations costs six digits of a variance, and none of them matter in float64."""
     case = random_case("silu", (1, 400, 399), 4)
     case = case.with_data(lambda a, b: ((a + 1000 * case.a.std(0)).to(dtype), (b - 1000 * case.b.std(0)).to(dtype)))
-    twin, actual = reference.moments(*case.grids[:2]), first_moments(case.moments)
+    moments = case.moments
+    twin, actual = reference.moments(*case.grids[:2]), vars(Law.of(moments.neuron, moments.n_tokens))
     for name, values in twin.items():
         torch.testing.assert_close(actual[name], torch.tensor(values, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
@@ -186,16 +222,16 @@ def test_data_far_from_zero(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("constant", [0.0, 0.1, -1e3 / 3])
 def test_correlation_with_a_constant_is_missing(constant: float) -> None:
     case = random_case("silu", (37,), 3).with_data(lambda a, b: (torch.full_like(a, constant), b))
-    law = first_moments(case.moments)
-    torch.testing.assert_close(law["std_a"], torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-4)
-    assert law["corr_ab"].isnan().all()
+    law = Law.of(case.moments.neuron, case.moments.n_tokens)
+    torch.testing.assert_close(law.std_a, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-4)
+    assert law.corr_ab.isnan().all()
 
 
 def test_different_layouts_refuse_to_add() -> None:
     case = random_case("silu", (9,), 3, draws=1)
     others = [
-        replace(case, layout=Layout.of(case.unit, (0.5,))),
-        replace(case, layout=Layout((-1.0, *case.layout.alphas[1:-1], 16.0))),
+        replace(case, layout=Layout.of(case.unit, (0.5,), draws=1)),
+        replace(case, layout=Layout((-1.0, *case.layout.alphas[1:-1], 16.0), draws=1)),
         random_case("silu", (9,), 3, draws=2),
     ]
     for other in others:
@@ -203,7 +239,7 @@ def test_different_layouts_refuse_to_add() -> None:
             case.moments + other.moments
 
 
-@pytest.mark.parametrize("d_mlp", [1, 2, 4])
+@pytest.mark.parametrize("d_mlp", [2, 4])
 def test_layers_of_different_width_refuse_to_add(d_mlp: int) -> None:
     case, other = random_case("silu", (9,), 3), random_case("silu", (9,), d_mlp)
     with pytest.raises((ValueError, RuntimeError)):
@@ -221,11 +257,14 @@ def test_rows_of_a_layout_tile_its_table(layout: Layout) -> None:
     assert sums["repaired_exchange_gap"].shape == (layout.draws, 2)
 
 
-class Difference(ClampedUnit):
-    """a − b, which exchange turns into its negative."""
+class Odd(ClampedUnit):
+    """a·|b|, which exchange turns into its negative wherever one of a and b is positive and the other negative."""
 
-    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        return a - b
+    def gate(self, a: Tensor) -> Tensor:
+        return a
+
+    def up(self, b: Tensor) -> Tensor:
+        return b.abs()
 
 
 def exchange_ratios(case: Case) -> Tensor:
@@ -234,7 +273,7 @@ def exchange_ratios(case: Case) -> Tensor:
 
 
 def test_histogram_holds_ratios_up_to_one() -> None:
-    odd = exchange_ratios(random_case(Difference(), (20,), 2))
+    odd = exchange_ratios(random_case(Odd(), (20,), 2).with_data(lambda a, b: (a.abs(), -b.abs())))
     assert odd[-1] == odd.sum() == 20
     half = exchange_ratios(random_case("relu", (20,), 2).with_data(lambda a, b: (a.abs(), -b.abs())))  # h′ = 0
     assert half[int(0.5**0.5 * RATIO_BINS)] == half.sum() == 20
@@ -246,7 +285,7 @@ def test_token_without_energy_has_no_ratio() -> None:
     case = random_case("relu", (20,), 2).with_data(lambda a, b: (-a.abs(), -b.abs()))
     moments = case.moments
     assert exchange_ratios(case).sum() == 0
-    assert math.isnan(moments.token_median("exchange"))
+    assert math.isnan(moments.token_quantile("exchange", 0.5))
     assert (moments.top_energy, moments.n_tokens) == (0.0, 20)
 
 

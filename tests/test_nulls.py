@@ -1,19 +1,19 @@
-"""The Gaussian null of exchange: right against sampling, against closed forms, and on data that are Gaussian."""
+"""The Gaussian nulls: right against sampling, against closed forms, and on data that are Gaussian."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
+from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
 from analysis import measures
-from analysis.jackknife import standard_error
-from analysis.moments import N_BLOCKS, Moments
-from analysis.nulls import gaussian_exchange
-from analysis.sums import Layout, Sums
+from analysis.jackknife import pooled_error
+from analysis.moments import N_BLOCKS
+from analysis.nulls import Law, Parts, gaussian_nulls
+from analysis.sums import DEFAULT_ALPHAS, Layout, scaling_name
 from analysis.units import Unit, unit_named
-from tests.analysis_helpers import ClampedUnit, SymmetricUnit, assert_close, layer_sums, random_case
+from tests.analysis_helpers import Case, ClampedUnit, SymmetricUnit, assert_close, layer_sums, random_case
 
 LAWS = torch.tensor(
     [
@@ -30,34 +30,36 @@ LAWS = torch.tensor(
 """mean_a, mean_b, std_a, std_b, corr_ab: one neuron a row."""
 
 WEIGHT = torch.linspace(0.5, 2, len(LAWS), dtype=torch.float64)
-LAYOUT = Layout(())
+BALANCE = torch.tensor([1.0, -1.0, 2.0, -0.5, 0.7, 3.0, -2.0], dtype=torch.float64)
+ALPHAS = (-1.0, 0.125, 2.0, 8.0)
 
 
-def moments_with(laws: Tensor) -> Moments:
-    """Moments whose first two moments are exactly these."""
-    mean_a, mean_b, std_a, std_b, correlation = laws.T
-    n_tokens = 1000
-    rows = {
-        "a": mean_a,
-        "b": mean_b,
-        "aa": std_a.square() + mean_a.square(),
-        "bb": std_b.square() + mean_b.square(),
-        "ab": correlation * std_a * std_b + mean_a * mean_b,
-    }
-    values = torch.zeros(LAYOUT.size, len(laws), dtype=torch.float64)
-    for name, row in rows.items():
-        values[LAYOUT.rows[name]] = n_tokens * row
-    return replace(Moments.empty(len(laws), LAYOUT), neuron=Sums(LAYOUT, values), n_tokens=n_tokens)
+def law_of(laws: Tensor) -> Law:
+    return Law(*laws.T)
 
 
-def monte_carlo(unit: Unit, laws: Tensor, draws: int) -> tuple[Tensor, Tensor]:
-    """Σ(h − h′)² and 2 Σ(h² + h′²) of normal (a, b), one row a draw."""
+def nulls(unit: Unit, laws: Tensor = LAWS, alphas: tuple[float, ...] = ALPHAS) -> dict[str, Parts]:
+    """Every Gaussian null of the laws, at these scales and the limits of the unit."""
+    return gaussian_nulls(law_of(laws), unit, BALANCE[: len(laws)], (*alphas, *unit.limits))
+
+
+def sampled(unit: Unit, laws: Tensor, draws: int) -> tuple[Tensor, Tensor]:
+    """Normal (a, b) of these laws, one row a draw."""
     mean_a, mean_b, std_a, std_b, correlation = laws.T
     z, own = torch.randn(2, draws, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    a = mean_a + std_a * z
-    b = mean_b + std_b * (correlation * z + (1 - correlation.square()).sqrt() * own)
-    h, swapped = unit(a, b), unit(b, a)
-    return (h - swapped).square(), 2 * (h.square() + swapped.square())
+    return mean_a + std_a * z, mean_b + std_b * (correlation * z + (1 - correlation.square()).sqrt() * own)
+
+
+def versions(unit: Unit, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """h and h′ of the null of that name, from the definitions."""
+    if name == "exchange":
+        return unit(a, b), unit(b, a)
+    if name == "exchange_balanced":
+        return unit(a, BALANCE * b) / BALANCE, unit(BALANCE * b, a) / BALANCE
+    alpha = float(name.removeprefix("scaling "))
+    if alpha == 0:
+        return unit(a, b), (unit(1e-7 * a, 1e7 * b))
+    return unit(a, b), unit(1e7 * a, b / 1e7) if math.isinf(alpha) else unit(alpha * a, b / alpha)
 
 
 def ratio_and_error(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,65 +69,131 @@ def ratio_and_error(numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Ten
     return ratio, error
 
 
-@pytest.mark.parametrize(
-    ("unit", "quadrature"),
-    [(unit_named("silu"), 1e-7), (unit_named("gelu"), 1e-7), (unit_named("relu"), 1e-4), (ClampedUnit(), 1e-5)],
-    ids=lambda value: value.name if isinstance(value, Unit) else "",
-)
-def test_gaussian_null_equals_monte_carlo(unit: Unit, quadrature: float) -> None:
-    neurons, layer = gaussian_exchange(moments_with(LAWS), unit, WEIGHT)
-    numerator, denominator = monte_carlo(unit, LAWS, 1_000_000)
-    ratio, error = ratio_and_error(numerator, denominator)
-    assert ((neurons - ratio).abs() <= 4.5 * error + quadrature).all()
-    ratio, error = ratio_and_error(numerator @ WEIGHT, denominator @ WEIGHT)
-    assert abs(layer - ratio) <= 4.5 * error + quadrature
+UNITS = {"silu": 1e-6, "gelu": 5e-6, "relu": 3e-4, "clamped": 1e-4}
+"""Units, and how near the quadrature comes: a kink is seen worst."""
+
+
+def quadrature_of(name: str, null: str) -> float:
+    """The same, for nulls at far scales, where every gate is nearly a kink."""
+    far = null in ("scaling 0.125", "scaling 8", "scaling inf") and name != "relu"
+    return (2e-3 if name == "clamped" else 4e-4) if far else UNITS[name]
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_gaussian_nulls_equal_monte_carlo(name: str) -> None:
+    unit = ClampedUnit() if name == "clamped" else unit_named(name)
+    found, (a, b) = nulls(unit), sampled(unit, LAWS, 400_000)
+    assert set(found) == {"exchange", "exchange_balanced", *map(scaling_name, (*ALPHAS, *unit.limits))}
+    for null, parts in found.items():
+        h, changed = versions(unit, null, a, b)
+        numerator, denominator = (h - changed).square(), 2 * (h.square() + changed.square())
+        slack = quadrature_of(name, null)
+        ratio, error = ratio_and_error(numerator, denominator)
+        assert ((parts.by_neuron - ratio).abs() <= 4.5 * error + slack).all(), null
+        ratio, error = ratio_and_error(numerator @ WEIGHT, denominator @ WEIGHT)
+        assert abs(parts.pooled(WEIGHT) - ratio) <= 4.5 * error + slack, null
 
 
 def test_gaussian_null_of_relu_in_closed_form() -> None:
-    """Independent standard normals: h and h′ share the quadrant a, b > 0 and differ elsewhere, so A = 1/4."""
-    assert gaussian_exchange(moments_with(LAWS[:1]), unit_named("relu"), WEIGHT[:1])[1] == pytest.approx(0.25, abs=1e-4)
+    """Independent standard normals: h and h′ share the quadrant a, b > 0 and differ elsewhere, so A = 1/4.
+
+    Flipping both signs leaves nothing of h, so A = 1/2.
+    """
+    found = nulls(unit_named("relu"), LAWS[:1])
+    assert found["exchange"].pooled(WEIGHT[:1]) == pytest.approx(0.25, abs=1e-4)
+    assert found["scaling -1"].pooled(WEIGHT[:1]) == pytest.approx(0.5, abs=1e-9)
 
 
-@pytest.mark.parametrize("unit", [unit_named("linear"), SymmetricUnit()], ids=lambda unit: unit.name)
-def test_gaussian_null_is_zero_for_a_symmetric_unit(unit: Unit) -> None:
-    neurons, layer = gaussian_exchange(moments_with(LAWS), unit, WEIGHT)
-    assert_close(neurons, torch.zeros(len(LAWS)))
-    assert_close(layer, 0.0)
+def test_gaussian_null_of_the_flip_in_closed_form() -> None:
+    """SiLU(a)b and SiLU(−a)(−b) have half their sum ab/2 and half their difference ab tanh(a/2)/2; b is independent."""
+    z, weight = (torch.from_numpy(x) for x in hermegauss(100))
+    even, odd = (z / 2).square(), (z * (z / 2).tanh() / 2).square()
+    expected = (weight @ odd) / (weight @ (even + odd))
+    assert_close(nulls(unit_named("silu"), LAWS[:1])["scaling -1"].by_neuron, expected[None], torch.float32)
 
 
-def test_gaussian_null_is_zero_when_query_equals_key() -> None:
-    laws = torch.tensor([[0.3, 0.3, 1.2, 1.2, 1.0]], dtype=torch.float64)
-    assert_close(gaussian_exchange(moments_with(laws), unit_named("silu"), WEIGHT[:1])[1], 0.0)
+ZEROS = [
+    ("linear", LAWS, None),
+    ("relu", LAWS, ("scaling 0.125", "scaling 2", "scaling 8", "scaling 0", "scaling inf")),
+    ("silu", torch.tensor([[0.3, 0.3, 1.2, 1.2, 1.0]], dtype=torch.float64), ("exchange",)),
+    ("silu", LAWS[:1] * 0 + torch.tensor([0.4, -0.2, 1.0, -0.5, 1.0], dtype=torch.float64), ("exchange_balanced",)),
+]
+"""Units and laws, with the nulls that are 0 there: all, scaling by α > 0, and exchange where q is k or a multiple of it."""
+
+
+@pytest.mark.parametrize(("name", "laws", "free"), ZEROS, ids=["linear", "relu", "q = k", "q = -2k"])
+def test_gaussian_null_is_zero_where_the_symmetry_holds(name: str, laws: Tensor, free: tuple[str, ...] | None) -> None:
+    unit = unit_named(name)
+    balance = torch.full((1,), -2.0, dtype=torch.float64) if len(laws) == 1 else BALANCE
+    found = gaussian_nulls(law_of(laws), unit, balance, (*ALPHAS, *unit.limits))
+    for null in free or found:
+        assert_close(found[null].by_neuron, torch.zeros(len(laws)), what=null)
+    if free is not None:
+        assert found["scaling -1"].by_neuron.min() > 1e-3
+
+
+def test_gaussian_null_of_exchange_is_zero_for_a_symmetric_unit() -> None:
+    """Up is not linear here, so the balanced exchange is another thing."""
+    assert_close(nulls(SymmetricUnit())["exchange"].by_neuron, torch.zeros(len(LAWS)))
 
 
 def test_gaussian_null_does_not_know_which_is_the_query() -> None:
     swapped = LAWS[:, [1, 0, 3, 2, 4]]
-    numbers = [gaussian_exchange(moments_with(laws), unit_named("silu"), WEIGHT)[0] for laws in (LAWS, swapped)]
+    numbers = [nulls(unit_named("silu"), laws)["exchange"].by_neuron for laws in (LAWS, swapped)]
     torch.testing.assert_close(*numbers, rtol=1e-6, atol=1e-9)
 
 
-def test_gaussian_null_of_constants_is_their_own_exchange() -> None:
-    laws = torch.tensor([[1.5, -0.5, 0, 0, 0]], dtype=torch.float64)
-    unit, a, b = unit_named("silu"), laws[0, :1], laws[0, 1:2]
-    h, swapped = unit(a, b), unit(b, a)
-    expected = (h - swapped).square() / (2 * (h.square() + swapped.square()))
-    null, _ = gaussian_exchange(moments_with(laws), unit, WEIGHT[:1])
-    torch.testing.assert_close(null, expected, rtol=1e-6, atol=1e-9)
+@pytest.mark.parametrize("null", ["exchange", "exchange_balanced", "scaling -1", "scaling 0.125", "scaling inf"])
+def test_gaussian_null_of_constants_is_their_own_asymmetry(null: str) -> None:
+    constants = torch.cat([LAWS[:, :2] + 0.25, 0 * LAWS[:, 2:]], dim=1)
+    unit = unit_named("silu")
+    h, changed = versions(unit, null, constants[:, 0], constants[:, 1])
+    expected = (h - changed).square() / (2 * (h.square() + changed.square()))
+    torch.testing.assert_close(nulls(unit, constants)[null].by_neuron, expected, rtol=1e-6, atol=1e-9)
 
 
-def test_gaussian_null_equals_the_exchange_of_gaussian_data() -> None:
-    case = replace(random_case("silu", (640,) * N_BLOCKS, 4, dtype=torch.float32), layout=LAYOUT)
-    moments = case.moments
-    neurons, layer = gaussian_exchange(moments, case.unit, case.weight)
-    measured, error = measures.exchange(layer_sums(moments)), standard_error(measures.exchange, moments.pooled)
-    assert abs(layer - measured.item()) <= 4 * error
-    torch.testing.assert_close(neurons, measures.exchange(moments.neuron), rtol=0.05, atol=2e-3)
+def gaussian_case() -> Case:
+    """A layer of Gaussian data, a few thousand tokens in every jackknife block."""
+    return random_case("silu", (640,) * N_BLOCKS, 4, dtype=torch.float32, seed=1)
 
 
-def test_gaussian_null_differs_from_the_exchange_of_other_data() -> None:
+def test_gaussian_nulls_equal_the_numbers_of_gaussian_data() -> None:
+    case = gaussian_case()
+    numbers, neurons = case.estimates.layer_numbers(), case.estimates.neuron_numbers()
+    for name in ("exchange", "exchange_balanced", "scaling_half", "scaling_double", "scaling_flip"):
+        excess, error = (numbers[f"{name}_excess_gaussian{end}"] for end in ("", "_se"))
+        assert 0 < error < 0.02, name
+        assert abs(excess) <= 4 * error, name
+        assert excess == pytest.approx(numbers[name] - numbers[f"{name}_null_gaussian"], rel=1e-12)
+        off = neurons[f"{name}_excess_gaussian"].abs() / neurons[f"{name}_excess_gaussian_se"]
+        assert (off <= 5.5).all(), name  # Student's with 7 degrees of freedom: 1 in 1000 beyond
+    whole = case.estimates.gaussian
+    for alpha, curve in zip(case.layout.alphas, measures.scaling(layer_sums(case.moments))[:, 0], strict=True):
+        error = pooled_error(measures.scaling, case.moments)[case.layout.alphas.index(alpha)]
+        assert abs(whole[scaling_name(alpha)].pooled(case.weight) - curve) <= 4 * error, alpha
+
+
+def test_gaussian_nulls_differ_from_the_numbers_of_other_data() -> None:
     """Signs have the first two moments of normal numbers but not their shape: the null must be able to be missed."""
-    case = random_case("silu", (64,) * N_BLOCKS, 4)
-    moments = case.with_data(lambda a, b: (a.sign(), b.sign())).moments
-    _, layer = gaussian_exchange(moments, case.unit, case.weight)
-    error = standard_error(measures.exchange, moments.pooled)
-    assert abs(layer - measures.exchange(layer_sums(moments)).item()) > 4 * error
+    case = random_case("silu", (64,) * N_BLOCKS, 4).with_data(lambda a, b: (a.sign(), b.sign()))
+    numbers = case.estimates.layer_numbers()
+    for name in ("exchange", "scaling_flip"):
+        assert abs(numbers[f"{name}_excess_gaussian"]) > 4 * numbers[f"{name}_excess_gaussian_se"], name
+        assert numbers[f"{name}_excess_gaussian_se"] > 0
+
+
+def test_gaussian_nulls_follow_the_neurons_own_moments() -> None:
+    """The numbers of a run are those of the law of its sums, at the balance of its weights."""
+    case = random_case("gelu", (80,), 4)
+    law = Law.of(case.moments.neuron, case.moments.n_tokens)
+    expected = gaussian_nulls(law, case.unit, case.balance, (2.0,))
+    columns = case.estimates.neuron_numbers()
+    for name, null in (("exchange",) * 2, ("exchange_balanced",) * 2, ("scaling_double", "scaling 2")):
+        assert_close(columns[f"{name}_null_gaussian"], expected[null].by_neuron)
+
+
+def test_default_scales_and_the_main_ones_all_have_a_null() -> None:
+    unit = unit_named("silu")
+    layout = Layout.of(unit)
+    assert set(DEFAULT_ALPHAS) < set(layout.alphas)
+    assert all(parts.by_neuron.isfinite().all() for parts in nulls(unit, alphas=DEFAULT_ALPHAS).values())
