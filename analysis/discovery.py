@@ -34,7 +34,7 @@ def repaired_p(value: Neurons, draws: Float64[Tensor, "draw d_mlp"]) -> Neurons:
     distance = (value - draws.mean(dim=0)).abs() / math.sqrt(1 + 1 / n_draws)
     known = chance[chance.isfinite()].sort().values
     at_least = len(known) - torch.searchsorted(known, distance)
-    return torch.where(distance.isfinite(), (1 + at_least) / (1 + len(known)), torch.nan)
+    return torch.where(distance.isfinite(), (1 + at_least).double() / (1 + len(known)), torch.nan)
 
 
 def false_discovery(
