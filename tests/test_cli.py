@@ -20,7 +20,7 @@ from run_analysis import app, parse_layers
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["--context", "32", "--tokens", "160", "--device", "cpu"]
-FILES = {"run.json", "moments.safetensors", "layers.csv", "neurons.parquet", "curves.csv", "figures"}
+FILES = {"run.json", "moments.safetensors", "layers.csv", "neurons.parquet", "curves.csv", "extremes.csv", "figures"}
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
@@ -87,7 +87,7 @@ def test_shards_merge_to_the_whole(tiny_llama: Path, tmp_path: Path) -> None:
     assert code == 0
     assert "3 of 3 layers" in out
     whole, merged = (pd.read_csv(tmp_path / name / "layers.csv") for name in ("whole", "merged"))
-    pd.testing.assert_frame_equal(whole, merged, rtol=1e-5)
+    pd.testing.assert_frame_equal(whole, merged, rtol=1e-5, atol=1e-9)
     assert "both runs counted the same" in refused(
         "merge", tmp_path / "whole", tmp_path / "first", "--out", tmp_path / "no"
     )

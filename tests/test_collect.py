@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from analysis import measures
 from analysis.errors import UserError
-from analysis.geometry import Geometry
-from analysis.moments import Moments, derangements
+from analysis.geometry import Geometry, derangements
+from analysis.moments import N_BLOCKS, Moments
 from analysis.run import Run
+from analysis.tile import TileReducer
+from analysis.window import Window
 from hooks.collect import analyze, collect
 from hooks.models import LoadedModel, load_model
 from tests.tiny import save_tiny
@@ -26,8 +28,8 @@ def read(model: LoadedModel, **options: int) -> Run:
     return analyze(model, corpus, quiet=True, **options)
 
 
-def cached(directory: Path, model: LoadedModel, layer: int) -> list[tuple[int, Tensor, Tensor]]:
-    """(window, a, b) of the counted tokens, from the Hugging Face model alone, one window at a time, in float64."""
+def cached(directory: Path, model: LoadedModel, layer: int) -> list[tuple[Window, Tensor, Tensor]]:
+    """(window, a, b) of all its tokens, from the Hugging Face model alone, one window at a time, in float64."""
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64, attn_implementation="eager").eval()
     mlp, kept = plain.model.layers[layer].mlp, []
     mlp.register_forward_hook(lambda module, inputs, _: kept.append(inputs[0][0]))
@@ -35,8 +37,7 @@ def cached(directory: Path, model: LoadedModel, layer: int) -> list[tuple[int, T
     with torch.no_grad():
         for window in corpus.windows:
             plain(window.tokens[None])
-        rows = [x[window.counted_from :] for window, x in zip(corpus.windows, kept, strict=True)]
-        return [(window.index, mlp.gate_proj(x), mlp.up_proj(x)) for window, x in zip(corpus.windows, rows, strict=True)]
+        return [(window, mlp.gate_proj(x), mlp.up_proj(x)) for window, x in zip(corpus.windows, kept, strict=True)]
 
 
 @pytest.mark.parametrize("layer", [0, 2])
@@ -46,22 +47,18 @@ def test_streamed_moments_are_those_of_cached_activations(tiny_llama: Path, llam
     geometry = Geometry.of(site.q, site.k, site.v, site.gain)
     layout = found.moments.neuron.layout
     total = Moments.empty(48, layout)
+    pairing = geometry.pairing(site.q, site.k, site.gain, derangements(48, layout.draws, layer))
+    reduce = TileReducer(site.unit, layout, geometry, pairing, dtype=torch.float64)
     n_windows = run.corpus[0]["n_windows"]
-    for index, a, b in cached(tiny_llama, llama, layer):
-        total += Moments.of(
-            a,
-            b,
-            unit=site.unit,
-            value_weight=geometry.value_weight,
-            balance=geometry.balance,
-            layout=layout,
-            partners=derangements(48, 1, layer),
-            block=index * 32 // n_windows,
-        )
+    for window, a, b in cached(tiny_llama, llama, layer):
+        total += Moments.of(a, b, reduce, window, block=window.index * N_BLOCKS // n_windows)
     torch.testing.assert_close(found.moments.neuron.values, total.neuron.values, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(found.moments.pooled.values, total.pooled.values, rtol=1e-4, atol=1e-2)
     assert found.moments.n_tokens == total.n_tokens == run.corpus[0]["tokens_counted"]
-    assert found.moments.token_median("exchange") == pytest.approx(total.token_median("exchange"), abs=1e-3)
+    assert found.moments.token_quantile("exchange", 0.5) == pytest.approx(total.token_quantile("exchange", 0.5), abs=1e-3)
+    assert torch.equal(found.moments.peaks.places, total.peaks.places)
+    assert torch.equal(found.moments.top_tokens.places, total.top_tokens.places)
+    torch.testing.assert_close(found.moments.by_energy.sum(1), total.by_energy.sum(1), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
@@ -128,7 +125,9 @@ def test_activations_that_are_not_finite_are_refused_by_layer(tiny_llama: Path) 
     with torch.no_grad():
         model.bridge.original_model.model.layers[1].mlp.up_proj.original_component.weight[5, 0] = torch.inf
     corpus = model.read(context=CONTEXT, max_tokens=200)
-    with pytest.raises(UserError, match="activations of layer 1 are NaN or infinite in windows 0-4"):
+    with pytest.raises(
+        UserError, match="activations of layer 1: NaN or infinite in windows 0-4, beyond what float32 holds"
+    ):
         collect(model, corpus, model.sites, geometry, quiet=True)
 
 
@@ -141,8 +140,9 @@ def test_no_activation_outlives_its_batch(llama: LoadedModel) -> None:
     read(llama)
     before = living()
     run = read(llama, batch_size=1)
-    assert living() - before < CONTEXT
-    assert run.layers
+    kept = sum(layer.moments.neuron_groups.numel() for layer in run.layers.values())
+    assert kept > CONTEXT
+    assert living() - before - kept < CONTEXT
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01), ("float64", 1e-4)])

@@ -20,17 +20,38 @@ from reports.figures import draw_all
 from reports.summary import print_summary, remarks, verdict
 from reports.tables import curves_table, layers_table, neurons_table
 
-LAYER_COLUMNS = (
-    "layer n_neurons n_tokens exchange exchange_se exchange_token_median exchange_neuron_median exchange_relative_change "
-    "exchange_null_gaussian exchange_null_repaired scaling_half scaling_double scaling_double_se scaling_flip "
-    "euler_residual bilinear_share placement gate_positive top_token_share cos_qk_abs_mean score_max_ratio "
-    "interaction_antisymmetry"
-).split()
-NEURON_COLUMNS = (
-    "layer neuron exchange scaling_half scaling_double scaling_flip euler_residual bilinear_share placement "
-    "bilinear_coef energy_share mean_a mean_b std_a std_b corr_ab quadrant_pp quadrant_pn quadrant_np quadrant_nn "
-    "cos_qk cos_qv cos_kv norm_q norm_k norm_v score"
-).split()
+NULLED = "exchange exchange_balanced scaling_half scaling_double scaling_flip".split()
+OVER_TOKENS = [*NULLED, "euler_residual", "placement", "placement_balanced"]
+NULLS = "null_gaussian excess_gaussian excess_gaussian_se null_repaired excess_repaired excess_repaired_se".split()
+RANDOM = [f"{name}_{part}" for name in NULLED for part in ("null_random", "excess_random", "excess_random_se")]
+LAYER_COLUMNS = [
+    *"layer n_neurons n_tokens n_blocks".split(),
+    *(f"{name}{part}" for name in OVER_TOKENS for part in ("", "_se", "_trimmed")),
+    *(f"{name}_token_{part}" for name in OVER_TOKENS for part in ("q1", "median", "median_se", "q3")),
+    *(f"{name}_{part}" for name in NULLED for part in NULLS),
+    *(
+        f"{name}_neuron_median{part}"
+        for name in ("exchange", "exchange_balanced", "bilinear_share")
+        for part in ("", "_se")
+    ),
+    *(f"{name}{part}" for name in ("exchange_relative_change", "bilinear_share", "gate_positive") for part in ("", "_se")),
+    *"top_token_share top_tokens_share few_tokens n_exchange_differs n_exchange_balanced_differs".split(),
+    *"cos_qk_abs_mean score_max_ratio interaction_antisymmetry".split(),
+]
+NEURON_COLUMNS = [
+    *"layer neuron exchange_relative_change euler_residual placement placement_balanced gate_positive".split(),
+    *(f"{name}{part}" for name in (*NULLED, "bilinear_share") for part in ("", "_se")),
+    *(f"{name}_{part}" for name in NULLED for part in NULLS),
+    *(f"{name}_repaired_{part}" for name in ("exchange", "exchange_balanced") for part in ("p", "q", "differs")),
+    *"bilinear_coef energy_share mean_a mean_b std_a std_b corr_ab quadrant_pp quadrant_pn quadrant_np quadrant_nn".split(),
+    *(f"quadrant_energy_{quadrant}" for quadrant in ("pp", "pn", "np", "nn")),
+    *"cos_qk cos_qv cos_kv norm_q norm_k norm_v score".split(),
+]
+CURVE_COLUMNS = "layer alpha asymmetry asymmetry_se null_repaired relative_change null_gaussian token_median".split()
+EXTREME_COLUMNS = ("layer neuron size window position counted token text a b h cos_qk score score_ratio").split()
+
+
+SPREADSHEETS = ("layers.csv", "curves.csv", "extremes.csv")
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +66,17 @@ def poor(llama: LoadedModel) -> Run:
 
 
 def test_tables_hold_the_contracts_columns(run: Run) -> None:
-    layers, neurons, curves = layers_table(run), neurons_table(run), curves_table(run)
-    assert set(LAYER_COLUMNS) <= set(layers.columns)
-    assert set(NEURON_COLUMNS) <= set(neurons.columns)
-    assert {"layer", "alpha", "asymmetry", "relative_change"} <= set(curves.columns)
+    tables = tables_of(run)
+    layers, neurons, curves, extremes = tables.layers, tables.neurons, tables.curves, tables.extremes
+    contract = (LAYER_COLUMNS, NEURON_COLUMNS, CURVE_COLUMNS, EXTREME_COLUMNS)
+    for table, columns in zip((layers, neurons, curves, extremes), contract, strict=True):
+        assert sorted(table.columns) == sorted(columns)
     assert list(layers["layer"]) == [0, 1, 2]
     assert len(neurons) == 3 * 48
     assert sorted(curves["alpha"].unique()) == [-1, 0, 0.125, 0.25, 0.5, 2, 4, 8, np.inf]
-    for table in (layers, neurons, curves.drop(columns="alpha")):
+    assert (extremes.groupby("layer").size() == 10).all()
+    assert extremes["text"].map(len).min() > 0
+    for table in (layers, neurons, curves.drop(columns="alpha"), extremes.drop(columns="text")):
         assert np.isfinite(table.to_numpy(dtype=float)).all()
 
 
@@ -86,11 +110,11 @@ def test_a_directory_holds_everything_and_reads_back(run: Run, tmp_path: Path) -
     write_directory(run, tmp_path / "out")
     names = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     figures = {f"figures/{name}.png" for name in ("exchange", "measures", "neurons", "scaling")}
-    assert names == {"run.json", "moments.safetensors", "layers.csv", "neurons.parquet", "curves.csv"} | figures
+    assert names == {"run.json", "moments.safetensors", "neurons.parquet", *SPREADSHEETS} | figures
     again = tables_of(Run.load(tmp_path / "out"))
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out" / "layers.csv"), again.layers)
+    for name in SPREADSHEETS:
+        pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out" / name), getattr(again, name.removesuffix(".csv")))
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "out" / "neurons.parquet"), again.neurons)
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out" / "curves.csv"), again.curves)
 
 
 def test_a_missing_number_is_empty_and_never_zero(poor: Run) -> None:
@@ -110,7 +134,7 @@ def test_figures_and_summary_serve_every_run(kind: str, request: pytest.FixtureR
     line = next(line for line in figures["exchange"].axes[0].lines if line.get_label() == "median over tokens")
     np.testing.assert_array_equal(line.get_ydata(), tables.layers["exchange_token_median"])
     console = Console(file=StringIO(), width=80)
-    print_summary(run, tables.layers, tmp_path, console)
+    print_summary(run, tables, tmp_path, console)
     text = console.file.getvalue()
     assert "nan" not in text
     assert str(tmp_path) in text.replace("\n", "")
@@ -118,8 +142,9 @@ def test_figures_and_summary_serve_every_run(kind: str, request: pytest.FixtureR
 
 
 def test_the_verdict_says_what_the_numbers_say(run: Run) -> None:
-    layers = layers_table(run).assign(exchange=[0.31, 0.30, 0.05], scaling_double=0.0, bilinear_share=0.25)
-    text = " ".join(verdict(run, layers))
+    tables = tables_of(run)
+    layers = tables.layers.assign(exchange=[0.31, 0.30, 0.05], scaling_double=0.0, bilinear_share=0.25)
+    text = " ".join(verdict(run, replace(tables, layers=layers)))
     assert "asymmetry 0.300 (layers 0.050 to 0.310)" in text
     assert "strongly broken, most in layer 0" in text
     assert "Scaling gate by 2 and up by ½: asymmetry 0.000 (layers 0.000 to 0.000); not broken" in text
@@ -127,10 +152,11 @@ def test_the_verdict_says_what_the_numbers_say(run: Run) -> None:
 
 
 def test_what_a_reader_must_know_is_remarked(run: Run) -> None:
-    layers = layers_table(run).assign(top_token_share=[0.0, 0.4, 0.0])
+    layers = layers_table(run)
     failed = {"check": "a check", "value": 2.0, "limit": 1.0, "passed": False}
-    text = " ".join(remarks(replace(run, skipped={7: "no gate"}, acceptance=(failed,)), layers))
-    assert "layer 1: one token holds 40% of the energy" in text
-    assert "check failed: a check: 2.0e+00, limit 1e+00" in text
+    control = {"layer": 2, "control": "a control", "must": "hold", "value": 0.5, "limit": 1e-5, "passed": False}
+    text = " ".join(remarks(replace(run, skipped={7: "no gate"}, acceptance=(failed,), controls=(control,)), layers))
+    assert "check failed: a check: 2.0, limit 1.0" in text
+    assert "control failed in layer 2: a control: 5.0e-01, must be at most 1e-05" in text
     assert "layer 7 was not analysed: no gate" in text
     assert "the corpus was cut at --tokens" in text
