@@ -284,6 +284,40 @@ def jackknife(replicates: Vector) -> float:
     return math.sqrt((count - 1) / count * math.fsum((r - mean) ** 2 for r in replicates))
 
 
+def without_top(numerators: Vector, denominators: Vector, energies: Vector, share: float) -> float:
+    """Sum N / sum D without the given share of tokens, rounded up, those of largest energy."""
+    kept = sorted(range(len(energies)), key=lambda t: energies[t])[: len(energies) - math.ceil(share * len(energies))]
+    return ratio(math.fsum(numerators[t] for t in kept), math.fsum(denominators[t] for t in kept))
+
+
+def top_share(energies: Vector, share: float) -> float:
+    """Energy of the given share of tokens, rounded up, those of largest energy, as a share of all."""
+    ordered = sorted(energies, reverse=True)
+    return ratio(math.fsum(ordered[: math.ceil(share * len(ordered))]), math.fsum(ordered))
+
+
+def peaks(h: Sequence[Grid]) -> list[tuple[int, int]]:
+    """For each neuron the (window, position) of its largest |h|, the earliest of equal ones."""
+    best: list[tuple[float, int, int]] = [(-1.0, 0, 0)] * len(h[0][0])
+    for window, rows in enumerate(h):
+        for position, row in enumerate(rows):
+            for j, x in enumerate(row):
+                if abs(x) > best[j][0]:
+                    best[j] = (abs(x), window, position)
+    return [(window, position) for _, window, position in best]
+
+
+def top_tokens(h: Sequence[Grid], w: Vector, count: int) -> list[tuple[int, int, float, int, float]]:
+    """(window, position, energy, its largest neuron, that neuron's share), by energy, then by place."""
+    tokens = []
+    for window, rows in enumerate(h):
+        for position, row in enumerate(rows):
+            parts = [float(w[j]) * x * x for j, x in enumerate(row)]
+            energy, neuron = math.fsum(parts), parts.index(max(parts))
+            tokens.append((window, position, energy, neuron, ratio(parts[neuron], energy)))
+    return sorted(tokens, key=lambda token: (-token[2], token[0], token[1]))[:count]
+
+
 def geometry(q: Vector, k: Vector, v: Vector, gain: Vector) -> dict[str, float]:
     """One neuron: q and k are multiplied by the gain first; score = |q||k||v|."""
     q = [float(x) * float(s) for x, s in zip(q, gain)]
