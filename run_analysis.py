@@ -5,9 +5,11 @@ Exit codes: 0 done, 1 a check failed (of the model: files are written and say wh
 """
 
 import logging
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -39,6 +41,7 @@ Model = Annotated[str, typer.Argument(help="Built-in name, hub id (org/name), di
 Out = Annotated[Path | None, typer.Option(help="Directory to write; default out/<model>.")]
 Force = Annotated[bool, typer.Option("--force", help="Write into a directory that holds something else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, everything else on stderr.")]
 
 
 @contextmanager
@@ -80,6 +83,7 @@ def analyze(
     out: Out = None,
     force: Force = False,
     quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
     """Measure every layer and neuron of a model on a text."""
     directory = out or default_directory(model)
@@ -99,7 +103,7 @@ def analyze(
     run = measure(subject, text)
     del subject  # one model at a time
     random = measure(load(random_seed=seed), text) if null is Null.RANDOM_INIT else None
-    _write(run, directory, force, quiet, random)
+    _write(_with_command(run), directory, force, quiet, random, as_json)
 
 
 @app.command()
@@ -120,7 +124,26 @@ def merge(
     whole = [run for run in random if run is not None]
     if whole and len(whole) < len(runs):
         raise UserError(f"{len(whole)} of {len(runs)} runs have a random-init null: make it for all of them, or for none")
-    _write(Run.merge(loaded), out, force, quiet, Run.merge(whole) if whole else None)
+    _write(_with_command(Run.merge(loaded)), out, force, quiet, Run.merge(whole) if whole else None)
+
+
+@app.command()
+@errors_reported()
+def report(
+    run: Annotated[Path, typer.Argument(help="Directory of a saved run; neither model nor TransformerLens is needed.")],
+    out: Annotated[Path | None, typer.Option(help="Directory to write; default the run's own.")] = None,
+    force: Force = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Make the tables, figures and report.html of a saved run anew."""
+    directory = out or run
+    check_writable(directory, force)
+    from analysis.run import Run
+    from reports.directory import load_random
+
+    loaded = Run.load(run)
+    _write(loaded, directory, force, quiet, load_random(run, loaded), as_json)
 
 
 @app.command()
@@ -191,17 +214,29 @@ def parse_alphas(text: str) -> list[float]:
     return scales
 
 
-def _write(run: "Run", directory: Path, force: bool, quiet: bool, random: "Run | None" = None) -> None:
+def _write(
+    run: "Run", directory: Path, force: bool, quiet: bool, random: "Run | None" = None, as_json: bool = False
+) -> None:
     from rich.console import Console
 
     from reports.directory import write_directory
+    from reports.document import summary_json
     from reports.summary import print_summary
 
     tables = write_directory(run, directory, force, random)
-    if not quiet:
+    if as_json:
+        print(summary_json(run, tables, directory))
+    elif not quiet:
         print_summary(run, tables, directory, Console())
     if not all(each.passed for each in (run, random) if each is not None):
         raise typer.Exit(1)
+
+
+def _with_command(run: "Run") -> "Run":
+    """The run with the command line that made it in its record; bytes of it that are no UTF-8 as escapes."""
+    words = [*(["python"] if sys.argv[0].endswith(".py") else []), Path(sys.argv[0]).name, *sys.argv[1:]]
+    command = shlex.join(words).encode("utf-8", "backslashreplace").decode("utf-8")
+    return replace(run, record=run.record | {"command": command})
 
 
 def _announce(quiet: bool) -> None:

@@ -1,4 +1,4 @@
-"""The directory that a run leaves: record, tables and figures, written together or not at all."""
+"""The directory that a run leaves: record, tables, figures and report, written together or not at all."""
 
 from pathlib import Path
 
@@ -7,15 +7,17 @@ import torch
 from analysis.directory import RUN_FILE, staged
 from analysis.run import Run
 from reports.figures import draw_all
+from reports.html import report_html
 from reports.tables import Tables, tables_of
 
 DPI = 200
+REPORT = "report.html"
 RANDOM_INIT = "random-init"
 """Folder, inside a run's directory, of the run with random weights that was made with it."""
 
 
 def write_directory(run: Run, directory: Path, force: bool = False, random: Run | None = None) -> Tables:
-    """Write run.json, moments.safetensors, the tables and the figures; returns the tables.
+    """Write run.json, moments.safetensors, the tables, the figures and report.html; returns the tables.
 
     The run with random weights, if there is one, is written as a run of its own into ``random-init``.
 
@@ -33,8 +35,10 @@ def write_directory(run: Run, directory: Path, force: bool = False, random: Run 
         tables.extremes.to_csv(folder / "extremes.csv", index=False)
         tables.neurons.to_parquet(folder / "neurons.parquet", index=False)
         (folder / "figures").mkdir()
-        for name, figure in draw_all(tables).items():
+        figures = draw_all(tables)
+        for name, figure in figures.items():
             figure.savefig(folder / "figures" / f"{name}.png", dpi=DPI)
+        (folder / REPORT).write_text(report_html(run, tables, figures), encoding="utf-8")
     return tables
 
 

@@ -21,6 +21,7 @@ OUTLIER = 3.5
 FEW_NEURONS = 5
 """A layer of which so few neurons make the pooled exchange speaks of them."""
 CHANCE = 0.5
+CHANCE_WORDS = {"gaussian": "Gaussian data of equal moments", "repaired": "re-paired neurons", "random": "random weights"}
 COLUMNS = {
     "exchange": "exch.",
     "exchange_balanced": "bal-\nanced",
@@ -90,18 +91,24 @@ def verdict(run: Run, tables: Tables) -> Iterator[str]:
     yield f"A purely bilinear unit c·ab explains {share.median():.0%} of the energy (layers {spread})."
 
 
+def against_chance(layers: pd.DataFrame) -> dict[str, tuple[int, int]]:
+    """For every null with errors: in how many layers balanced exchange is above it, and below, by its 95 % interval."""
+    counts = {}
+    for null in CHANCE_WORDS:
+        column = f"exchange_balanced_excess_{null}"
+        if column in layers and not layers[f"{column}_se"].isna().all():
+            reach = interval(layers, column)
+            counts[null] = int((layers[column] > reach).sum()), int((layers[column] < -reach).sum())
+    return counts
+
+
 def _against_chance(tables: Tables) -> Iterator[str]:
     """How many layers differ from each null by more than their 95 % interval, and how many neurons."""
     layers, neurons = tables.layers, tables.neurons
-    words = {"gaussian": "Gaussian data of equal moments", "repaired": "re-paired neurons", "random": "random weights"}
-    clauses = []
-    for null, word in words.items():
-        column = f"exchange_balanced_excess_{null}"
-        if column not in layers or layers[f"{column}_se"].isna().all():
-            continue
-        reach = interval(layers, column)
-        above, below = int((layers[column] > reach).sum()), int((layers[column] < -reach).sum())
-        clauses.append(f"above {word} in {above} layers and below in {below}")
+    clauses = [
+        f"above {CHANCE_WORDS[null]} in {above} layers and below in {below}"
+        for null, (above, below) in against_chance(layers).items()
+    ]
     if clauses:
         yield f"Against chance, balanced exchange is {'; '.join(clauses)} (95 % intervals)."
     differing = neurons["exchange_balanced_repaired_differs"]

@@ -1,0 +1,112 @@
+"""HTML pages: one file each, nothing linked, and nothing that came from outside can act.
+
+Text from models, file names, corpora and tokens is escaped by Jinja2, and characters that would act without being seen
+(controls, bidirectional marks, lone surrogates) are replaced by something to look at. A content security policy lets only
+the page's own script run, and lets nothing load.
+"""
+
+import base64
+import hashlib
+import re
+import unicodedata
+from io import StringIO
+from itertools import groupby
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+TOKEN_LENGTH = 40
+"""Characters of a token that a cell shows."""
+THEMED = {"#262626": "var(--ink)", "#000000": "var(--ink)", "#666666": "var(--muted)", "#999999": "var(--muted)"}
+THEMED |= {"#cccccc": "var(--line)", "#ffffff": "var(--paper)"}
+"""Colours of text, axes and paper in figures, and what they become on a page that may be dark."""
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+
+
+def render(template: str, **content: Any) -> str:
+    """A page from a template of this package; its script and style are put into it."""
+    script = _source("table.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    inlined = {"script": Markup(script), "script_hash": f"sha256-{digest}", "style": Markup(_source("style.css"))}
+    return _environment().get_template(template).render(**inlined, **content)
+
+
+def visible(value: Any) -> Any:
+    """Text with every character that acts without being seen replaced by one that is seen; what is no text as it is."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return "".join(map(_shown, value))
+
+
+def prose(sentence: str) -> Markup:
+    """A sentence whose runs of right-to-left letters are set apart, so that they do not reorder what stands around them."""
+    runs = groupby(visible(sentence), key=lambda letter: unicodedata.bidirectional(letter) in ("R", "AL"))
+    texts = ((right_to_left, "".join(letters)) for right_to_left, letters in runs)
+    return Markup().join(Markup("<bdi>{}</bdi>").format(text) if apart else escape(text) for apart, text in texts)
+
+
+def token(text: str) -> Markup:
+    """A token in a cell: set apart, its spaces kept, cut where it is long."""
+    shown = text if len(text) <= TOKEN_LENGTH else f"{text[:TOKEN_LENGTH]}…"
+    return Markup('<bdi class="token">{}</bdi>').format(visible(shown))
+
+
+def number(value: float) -> str:
+    """Three decimals, fewer for large numbers, a power of ten for tiny ones; a dash for none."""
+    if value != value:
+        return "–"
+    if 0 < abs(value) < 0.001:
+        return f"{value:.1e}".replace("-", "−")
+    digits = 0 if abs(value) >= 1000 or value == int(value) else 3
+    return f"{value:,.{digits}f}".replace("-", "−")
+
+
+def standard_error(value: float) -> str:
+    """Two significant digits, trailing zeros included."""
+    return f"{value:#.2g}".removesuffix(".").replace("-", "−")
+
+
+def inline_svg(figure: Figure, name: str, label: str) -> Markup:
+    """A figure as part of a page: it takes the page's colours, and its ids are its own.
+
+    Args:
+        figure: drawn on any paper; it becomes transparent.
+        name: a prefix for its ids, unique on the page.
+        label: what it shows, for readers who do not see it.
+    """
+    buffer = StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
+    head, _, body = buffer.getvalue().partition("<svg")[2].partition(">")
+    box = re.search(r'viewBox="[^"]*"', head)
+    body = re.sub(r'\bid="', f'id="{name}-', body).replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
+    body = re.sub("|".join(THEMED), lambda found: THEMED[found[0]], body)
+    return Markup('<svg {} role="img" aria-label="{}">').format(Markup(box[0] if box else ""), label) + Markup(body)
+
+
+def _shown(letter: str) -> str:
+    """Spaces stay; C0 controls have pictures of their own; everything else unseen is named by its code point."""
+    if unicodedata.category(letter) not in ("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp"):
+        return letter
+    return chr(0x2400 + ord(letter)) if letter < " " else f"⟨U+{ord(letter):04X}⟩"
+
+
+def _source(name: str) -> str:
+    loader = _loader()
+    return loader.get_source(jinja2.Environment(autoescape=True), name)[0]
+
+
+def _loader() -> jinja2.PackageLoader:
+    return jinja2.PackageLoader("reports")
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=_loader(), autoescape=True, finalize=visible, undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"prose": prose, "token": token, "number": number, "standard_error": standard_error}
+    return environment
