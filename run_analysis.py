@@ -148,6 +148,32 @@ def report(
 
 @app.command()
 @errors_reported()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Directories of runs; the first is the reference.")],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    force: Force = False,
+    quiet: Quiet = False,
+    as_json: Json = False,
+) -> None:
+    """Set runs side by side: the same shape layer by layer, others on relative depth."""
+    check_writable(out, force)
+    from rich.console import Console
+
+    from reports.compare import compare as compared
+    from reports.compare_html import comparison_json, print_comparison, write_comparison
+
+    found = compared(runs)
+    write_comparison(found, out, force)
+    if as_json:
+        print(comparison_json(found, out))
+    elif not quiet:
+        print_comparison(found, out, Console())
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+@errors_reported()
 def theory(
     activation: Annotated[str | None, typer.Option(help="One activation, or gpt_oss; default all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

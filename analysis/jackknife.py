@@ -88,6 +88,11 @@ def quantile_error(token_measure: str, q: float, moments: Moments) -> float:
 
 def gate_positive_error(moments: Moments) -> float:
     """The standard error of the share of (token, neuron) pairs with a > 0."""
+    return float(jackknife(gate_positive_replicates(moments)))
+
+
+def gate_positive_replicates(moments: Moments) -> Float64[Tensor, " block"]:
+    """That share without each of the filled blocks."""
     signs = moments.signs[:, moments.blocks > 0]
     without = signs.sum(dim=1, keepdim=True) - signs
-    return float(jackknife(without[:2].sum(dim=0) / without.sum(dim=0)))
+    return without[:2].sum(dim=0) / without.sum(dim=0)

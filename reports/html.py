@@ -96,7 +96,7 @@ def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure]) -> str:
         definitions=(*DEFINITIONS, CAUSAL) if causal else DEFINITIONS,
         limits=LIMITS,
         command=run.record.get("command"),
-        provenance=_provenance(run),
+        provenance=provenance(run),
         missing=run.missing(),
     )
 
@@ -124,7 +124,7 @@ def _extremes(table: pd.DataFrame) -> list[dict[str, Any]]:
     return largest.where(largest["text"].notna(), {"text": ""}).to_dict(orient="records")
 
 
-def _provenance(run: Run) -> dict[str, dict[str, str]]:
+def provenance(run: Run) -> dict[str, dict[str, str]]:
     """Model, settings, corpus and record as lines of text, by heading."""
     corpora = {f"corpus, part {place}": part for place, part in enumerate(run.corpus, start=1)}
     record = {key: value for key, value in run.record.items() if key != "command"}

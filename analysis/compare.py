@@ -1,0 +1,103 @@
+"""Two runs of one architecture, layer by layer: the difference of every measure, with its error.
+
+Where both runs counted the same windows in the same blocks, a block is left out of both at once, so that what the text does
+to both alike cancels:
+
+    SE² = (K − 1)/K · Σ_k (D_(k) − D̄)²,   D_(k) the difference without block k
+
+Otherwise the runs are independent, SE² = SE₁² + SE₂², and the degrees of freedom are those of the run with fewer blocks,
+which is never too few (Welch's lie between the smaller number and the sum). What the error does not know: that a model
+could have been trained again and come out another.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from analysis import measures
+from analysis.jackknife import gate_positive_replicates, jackknife, neuron_replicates, pooled_replicates, t95
+from analysis.measures import LAYER_MEASURES
+from analysis.run import Layer, Run
+
+COMPARED = (*LAYER_MEASURES, "bilinear_share", "gate_positive")
+"""The measures of a layer that have replicates."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error, and the number of blocks that the error rests on."""
+
+    value: float
+    error: float
+    n_blocks: int
+
+    @property
+    def reach(self) -> float:
+        """Half the width of the 95 % interval; NaN with fewer than two blocks."""
+        return t95(self.n_blocks) * self.error
+
+
+def estimate(name: str, layer: Layer) -> Estimate:
+    """One of ``COMPARED`` of a layer."""
+    replicates = _replicates(name, layer)
+    return Estimate(_value(name, layer), float(jackknife(replicates)), len(replicates))
+
+
+def difference(name: str, first: Layer, second: Layer, paired: bool) -> Estimate:
+    """One of ``COMPARED``, second minus first.
+
+    Args:
+        name: the measure.
+        first: a layer of the reference.
+        second: the same layer of another run.
+        paired: whether both saw the same tokens in the same blocks: see ``same_windows``.
+    """
+    before, after = _replicates(name, first), _replicates(name, second)
+    error = jackknife(after - before) if paired else torch.hypot(jackknife(before), jackknife(after))
+    return Estimate(_value(name, second) - _value(name, first), float(error), min(len(before), len(after)))
+
+
+def same_windows(first: Run, second: Run) -> bool:
+    """Whether both runs counted the same tokens of the same windows in the same blocks."""
+    common = [index for index in first.layers if index in second.layers]
+    return torch.equal(first.windows.sort().values, second.windows.sort().values) and all(
+        torch.equal(first.layers[index].moments.blocks, second.layers[index].moments.blocks) for index in common
+    )
+
+
+def same_shape(first: Run, second: Run) -> bool:
+    """Whether layers correspond: as many of them, as wide a model, and the same unit and width in each."""
+    if any(first.model[key] != second.model[key] for key in ("n_layers", "d_model")):
+        return False
+    common = [(first.layers[index], second.layers[index]) for index in first.layers if index in second.layers]
+    return bool(common) and all(
+        one.unit.name == other.unit.name and one.geometry.norm_v.shape == other.geometry.norm_v.shape
+        for one, other in common
+    )
+
+
+def _kind(layer: Layer) -> tuple[str, int]:
+    return layer.unit.name, len(layer.geometry.norm_v)
+
+
+def _value(name: str, layer: Layer) -> float:
+    sums, weight = layer.moments.neuron, layer.geometry.value_weight
+    if name == "bilinear_share":
+        return measures.layer_bilinear_share(sums, weight)
+    if name == "gate_positive":
+        return float(measures.gate_positive(sums).mean())
+    return float(LAYER_MEASURES[name](sums.pool(weight)))
+
+
+def _replicates(name: str, layer: Layer) -> Float64[Tensor, " block"]:
+    """The number without each block, or without each group of blocks where it needs the neurons one by one."""
+    weight = layer.geometry.value_weight
+    if name == "bilinear_share":
+        return neuron_replicates(
+            lambda sums, _: torch.tensor(measures.layer_bilinear_share(sums, weight), dtype=torch.float64), layer.moments
+        )
+    if name == "gate_positive":
+        return gate_positive_replicates(layer.moments)
+    return pooled_replicates(LAYER_MEASURES[name], layer.moments)
