@@ -86,18 +86,24 @@ def save_tiny(family: str, directory: Path, *, seed: int = 0, bos: bool = False)
 
 
 def tiny_tokenizer(bos: bool = False) -> PreTrainedTokenizerFast:
+    tokenizer = train_tokenizer(VOCABULARY)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", add_bos_token=bos
+    )
+
+
+def train_tokenizer(size: int) -> Tokenizer:
+    """A byte-level BPE of that many tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=size,
         special_tokens=["<pad>", "<bos>", "<eos>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([sample_text()[:5000]], trainer)
-    if bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", add_bos_token=bos
-    )
+    return tokenizer
