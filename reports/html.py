@@ -66,7 +66,7 @@ class ShownFigure:
 class Cell:
     """A number in a table: what it sorts by, and its standard error if it has one."""
 
-    value: float
+    value: float | int
     error: float | None = None
 
 

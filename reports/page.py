@@ -7,6 +7,7 @@ the page's own script run, and lets nothing load.
 
 import base64
 import hashlib
+import math
 import re
 import unicodedata
 from io import StringIO
@@ -54,10 +55,10 @@ def token(text: str) -> Markup:
     return Markup('<bdi class="token">{}</bdi>').format(visible(shown))
 
 
-def number(value: float) -> str:
+def number(value: float | int) -> str:
     """Three decimals, fewer for large numbers, a power of ten for tiny ones; a dash for none."""
-    if value != value:
-        return "–"
+    if not math.isfinite(value):
+        return "–" if math.isnan(value) else "∞" if value > 0 else "−∞"
     if 0 < abs(value) < 0.001:
         return f"{value:.1e}".replace("-", "−")
     digits = 0 if abs(value) >= 1000 or value == int(value) else 3

@@ -1,5 +1,6 @@
 """A run in which everything that a stranger may choose is hostile: names, tokens, text, reasons."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tokenizers import AddedToken
@@ -31,18 +32,18 @@ def hostile_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
 
 
-def made_hostile(run: Run) -> Run:
-    """The same numbers under hostile names."""
-    texts = {token: TOKENS[place % len(TOKENS)] for place, token in enumerate(run.token_texts)}
-    check = {"check": TOKENS[3], "value": SCRIPT, "limit": TOKENS[1], "passed": False}
-    control = {"layer": 0, "control": SCRIPT, "must": "hold", "value": 1.0, "limit": 0.0, "passed": False}
+def renamed(run: Run, words: Sequence[str] = TOKENS) -> Run:
+    """The same numbers under these names, as many as ``TOKENS``, and with a failed check and control of such names."""
+    script, tag, closing, mark, letters, _, _, template, _ = words
+    check = {"check": mark, "value": script, "limit": tag, "passed": False}
+    control = {"layer": 0, "control": script, "must": "hold", "value": 1.0, "limit": 0.0, "passed": False}
     return replace(
         run,
-        model=run.model | {"name": TOKENS[1], "weights": TOKENS[2], "fingerprint": TOKENS[3]},
-        corpus=tuple(part | {"name": SCRIPT + TOKENS[4]} for part in run.corpus),
-        token_texts=texts,
+        model=run.model | {"name": tag, "weights": closing, "fingerprint": mark},
+        corpus=tuple(part | {"name": script + letters} for part in run.corpus),
+        token_texts={token: words[place % len(words)] for place, token in enumerate(run.token_texts)},
         acceptance=(*run.acceptance, check),
         controls=(*run.controls, control),
-        skipped={7: SCRIPT},
-        record=run.record | {"command": f"analyze {TOKENS[1]} {TOKENS[2]}"},
+        skipped={7: script},
+        record=run.record | {"command": f"analyze {tag} {closing} {template}"},
     )
