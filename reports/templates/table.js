@@ -77,7 +77,7 @@ function parseSearch(text, columns) {
 function shown(value) {
   if (Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  const digits = value === 0 || Number.isInteger(value) ? String(value) : size < 1e-3 || size >= 1e5 ? value.toExponential(2) : value.toPrecision(4);
+  const digits = value === 0 || Number.isInteger(value) ? String(value) : size < 1e-3 || size >= 1e5 ? value.toExponential(3) : value.toPrecision(4);
   return digits.replace(/-/g, "−");
 }
 
