@@ -69,9 +69,15 @@ DEFINITIONS = (
         "One token with a massive activation can own a pooled number; it cannot own a median.",
     ),
     Definition(
-        "…_trimmed, top_token_share",
-        "the number without the 0.1 % of tokens of largest energy; the share of the largest one",
-        "A layer is marked * where leaving them out moves one of its measures by more than a tenth of itself.",
+        "…_trimmed, top_token_share, effective_tokens",
+        "the number without the 0.1 % of tokens of largest energy; the share of the largest; (Σe)² / Σe² over energies e",
+        "A layer is marked * where its energy sits in effectively under 1 % of the tokens, or where leaving out 0.1 % of "
+        "them moves one of its measures by over a tenth of itself.",
+    ),
+    Definition(
+        "effective_neurons",
+        "(Σe)² / Σe² over neurons, e = w (Σh² + Σh′²) before and after balanced exchange",
+        "By how many neurons a layer's balanced exchange is effectively made.",
     ),
     Definition(
         "…_null_gaussian",
@@ -178,6 +184,8 @@ LAYER_COLUMNS = {
     "placement": "asymmetry of σ(a)b and σ(ab)",
     "gate_positive": "share of open gates",
     "top_token_share": "energy of the largest token",
+    "effective_tokens": "in how many tokens the energy effectively sits",
+    "effective_neurons": "by how many neurons balanced exchange is effectively made",
     "cos_qk_abs_mean": "mean |cos(q, k)|",
     "score_max_ratio": "largest score over the median",
     "interaction_antisymmetry": "of the weights alone",

@@ -89,10 +89,10 @@ def inline_svg(figure: Figure, name: str, label: str) -> Markup:
 
 
 def _shown(letter: str) -> str:
-    """Spaces stay; C0 controls have pictures of their own; everything else unseen is named by its code point."""
+    """Letters, marks and spaces stay; line ends and tabs have signs; everything else unseen is named by its code point."""
     if unicodedata.category(letter) not in ("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp"):
         return letter
-    return chr(0x2400 + ord(letter)) if letter < " " else f"⟨U+{ord(letter):04X}⟩"
+    return {"\n": "⏎", "\t": "⇥"}.get(letter, f"⟨U+{ord(letter):04X}⟩")
 
 
 def _source(name: str) -> str:

@@ -211,7 +211,7 @@ def test_errors_have_two_digits(value: float, text: str) -> None:
 
 
 def test_marks_that_are_not_seen_become_visible() -> None:
-    assert visible("a\u202eb\x00\n\ud800\u200b") == "a⟨U+202E⟩b␀␊⟨U+D800⟩⟨U+200B⟩"
+    assert visible("a\u202eb\x00\n\ud800\u200b") == "a⟨U+202E⟩b⟨U+0000⟩⏎⟨U+D800⟩⟨U+200B⟩"
     assert visible("é ü 漢 שלום ⅛ 🙂") == "é ü 漢 שלום ⅛ 🙂"
     assert visible(3) == 3
     assert prose("a <b> שלום (1)") == "a &lt;b&gt; <bdi>שלום</bdi> (1)"
