@@ -48,6 +48,17 @@ def test_a_planted_token_owns_the_pooled_number_and_nothing_else() -> None:
     assert [int(extreme[name]) for name in ("neuron", "window", "position", "counted")] == [2, 4, 30, 1]
 
 
+def test_energy_in_a_few_equal_tokens_is_flagged_though_leaving_some_out_moves_nothing() -> None:
+    """Ten equal massive tokens of 1,600: without two of them every ratio is still theirs."""
+    case = layer(False)
+    a, b = case.sequences[4]
+    a[30:40], b[30:40] = a[30].clone(), 300 * b[30]
+    numbers = case.estimates.layer_numbers()
+    assert numbers["exchange_trimmed"] == pytest.approx(numbers["exchange"], rel=0.01)
+    assert numbers["effective_tokens"] == pytest.approx(10, rel=0.1)
+    assert numbers["few_tokens"] is True
+
+
 def test_an_uncounted_token_is_extreme_but_changes_no_number() -> None:
     case = layer(False)
     a, b = (x.clone() for x in case.sequences[0])
