@@ -18,13 +18,14 @@ from transformers import AutoModelForCausalLM
 from analysis import measures
 from analysis.actions import Exchange, Scaling, ValueRescaling, residual
 from analysis.conversions import bilinear_sibling, exchanged_twin, fitted_coefficients, symmetric_sibling
+from analysis.errors import UserError
 from analysis.gated import GatedMLP
 from analysis.interactions import antisymmetric_share, value_groups
 from analysis.run import Run
 from hooks.builtin import BUILTINS, builtin_directory
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
-from reports.tables import layers_table, neurons_table
+from reports.tables import extremes_table, layers_table, neurons_table
 
 pytestmark = pytest.mark.real
 ROOT = Path(__file__).parent.parent
@@ -101,7 +102,8 @@ def test_streamed_moments_are_those_of_cached_activations(smollm2: LoadedModel, 
 def test_the_first_token_hides_what_layers_11_and_28_do(smollm2: LoadedModel, smollm2_run: Run) -> None:
     counted = layers_table(smollm2_run).set_index("layer")
     all_positions = smollm2.read(max_tokens=3000, skip_positions=0)
-    with_first = layers_table(analyze(smollm2, all_positions, layers=[11, 28], quiet=True)).set_index("layer")
+    run = analyze(smollm2, all_positions, layers=[11, 28], quiet=True)
+    with_first = layers_table(run).set_index("layer")
     assert with_first.loc[11, "exchange"] < 0.01
     assert with_first.loc[28, "exchange"] < 0.06
     assert counted.loc[11, "exchange"] == pytest.approx(0.4, abs=0.05)
@@ -110,6 +112,22 @@ def test_the_first_token_hides_what_layers_11_and_28_do(smollm2: LoadedModel, sm
         assert with_first.loc[layer, "exchange_token_median"] == pytest.approx(
             counted.loc[layer, "exchange_token_median"], abs=0.01
         )
+    assert with_first["few_tokens"].all()
+    assert list(run.carriers()) == [11, 28]
+    for layer, neuron in ((11, 1229), (28, 678)):
+        places = run.carriers()[layer]
+        assert {place["position"] for place in places} == {0}
+        assert {place["neuron"] for place in places} == {neuron}
+        assert sum(place["energy_share"] for place in places) > 0.1
+
+
+def test_the_extreme_neurons_are_those_of_the_first_token(smollm2_run: Run) -> None:
+    """Their token is in the table of extremes, though it is not counted."""
+    extremes = extremes_table(smollm2_run).groupby("layer").first()
+    for layer, neuron in ((11, 1229), (28, 678)):
+        row = extremes.loc[layer]
+        assert (row["neuron"], row["position"], row["counted"]) == (neuron, 0, False)
+        assert row["score_ratio"] > 15
 
 
 def test_the_score_finds_the_neurons_that_carry_the_massive_activation(smollm2_run: Run) -> None:
@@ -132,11 +150,12 @@ def test_layer_numbers_do_not_depend_on_the_gauge_but_plain_exchange_does(smollm
         up.mul_(beta[:, None]), down.div_(beta)
         after = layers_table(analyze(smollm2, corpus, layers=[layer], quiet=True)).iloc[0]
         up.div_(beta[:, None]), down.mul_(beta)
-    moved = {"exchange", "placement", "exchange_null_gaussian", "exchange_null_repaired"}
+    moved = {"exchange", "exchange_token_median", "exchange_null_gaussian", "exchange_null_repaired", "placement"}
+    assert moved < set(before.index)
     for column, value in before.items():
-        if any(str(column).startswith(name) and "balanced" not in str(column) for name in moved):
+        if column in moved:
             assert after[column] != pytest.approx(value, rel=1e-3), column
-        else:
+        elif "balanced" in column or not column.startswith(("exchange", "placement", "n_exchange")):
             assert after[column] == pytest.approx(value, rel=1e-6, abs=1e-9), column
 
 
@@ -203,6 +222,13 @@ def test_gemma3_gives_eighteen_rows(gemma3: LoadedModel) -> None:
     assert {layer.gain for layer in run.layers.values()} == {"ln2, γ = 1 + weight"}
     for layer in run.layers.values():
         assert measures.exchange(layer.moments.neuron).isfinite().all()
+
+
+def test_gemma3_in_float16_is_refused_with_the_remedy() -> None:
+    """Its residual stream exceeds what float16 holds."""
+    model = load_model("gemma3-270m", device="cpu", dtype="float16")
+    with pytest.raises(UserError, match="NaN or infinite in windows 0-0, beyond what float16 holds: use --dtype bfloat16"):
+        analyze(model, model.read(max_tokens=64, context=64), quiet=True)
 
 
 def test_the_second_load_is_quick(smollm2: LoadedModel) -> None:

@@ -35,7 +35,8 @@ LAYER_COLUMNS = [
         for part in ("", "_se")
     ),
     *(f"{name}{part}" for name in ("exchange_relative_change", "bilinear_share", "gate_positive") for part in ("", "_se")),
-    *"top_token_share top_tokens_share few_tokens n_exchange_differs n_exchange_balanced_differs".split(),
+    *"top_token_share top_tokens_share effective_tokens effective_neurons few_tokens".split(),
+    *"n_exchange_differs n_exchange_balanced_differs".split(),
     *"cos_qk_abs_mean score_max_ratio interaction_antisymmetry".split(),
 ]
 NEURON_COLUMNS = [
