@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a check failed (of the model: files are written and say wh
 """
 
 import logging
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from analysis.directory import check_writable
+from analysis.directory import PROGRESS, check_writable
 from analysis.errors import UserError
 from hooks.builtin import BUILTINS, DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from analysis.causal import Causal
     from analysis.run import Run
 
 MAX_LAYERS = 10_000
@@ -45,6 +47,19 @@ def errors_reported() -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
+@contextmanager
+def sweep_kept(folder: Path) -> Iterator[None]:
+    """Ctrl-C during a sweep says what has been kept of it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        finished = len(list(folder.glob("layer-*.safetensors")))
+        if not finished:
+            raise
+        print(f"interrupted: {finished} layers are kept, go on with the same call and --resume", file=sys.stderr)
+        raise typer.Exit(130) from error
+
+
 @app.command()
 @errors_reported()
 def analyze(
@@ -59,7 +74,15 @@ def analyze(
     alphas: Annotated[str, typer.Option(help="Scales α of (αa, b/α).")] = "-1,0.125,0.25,0.5,2,4,8",
     batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 8,
     shard: Annotated[str, typer.Option(help="K/N: read every N-th window from K on; merge the runs afterwards.")] = "0/1",
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the re-paired null.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the re-paired null and of placebos.")] = 0,
+    causal: Annotated[
+        str, typer.Option(help="What edits cost: none, attribution (every neuron, first order), exact (every layer), both.")
+    ] = "attribution",
+    edits: Annotated[str | None, typer.Option(help="Edits, like exchange,scale:2,bilinear; default the usual ones.")] = None,
+    causal_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens for --causal; default 1024, or 512 with an exact sweep.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an exact sweep that was interrupted.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
@@ -72,17 +95,31 @@ def analyze(
     directory = out or default_directory(model)
     check_writable(directory, force)
     wanted, scales = parse_layers(layers), parse_alphas(alphas)
+    from analysis.edits import parse_edits
+    from hooks.causal import MODES, measure_causal
     from hooks.collect import analyze as collect_run
     from hooks.corpus import check_windows
     from hooks.models import load_model
 
     check_windows(context, skip_positions, shard)
+    chosen = None if edits is None else parse_edits(edits)
+    if causal not in MODES:
+        raise UserError(f"unknown --causal {causal!r}: choose one of {', '.join(MODES)}")
+    if resume and causal not in ("exact", "both"):
+        raise UserError(f"--resume goes on with an exact sweep, not with --causal {causal}: add --causal exact or both")
 
     _announce(quiet)
     subject = load_model(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens, shard=shard)
     run = collect_run(subject, text, layers=wanted, alphas=scales, batch_size=batch_size, seed=seed, quiet=quiet)
-    _write(run, directory, force, quiet)
+    found = None
+    if causal != "none":
+        with sweep_kept(directory / PROGRESS):
+            found = measure_causal(
+                subject, text, run, mode=causal, edits=chosen, n_tokens=causal_tokens, seed=seed,
+                folder=directory / PROGRESS, resume=resume,
+            )  # fmt: skip
+    _write(run, directory, force, quiet, found)
 
 
 @app.command()
@@ -168,16 +205,21 @@ def parse_alphas(text: str) -> list[float]:
     return scales
 
 
-def _write(run: "Run", directory: Path, force: bool, quiet: bool) -> None:
+def _write(run: "Run", directory: Path, force: bool, quiet: bool, causal: "Causal | None" = None) -> None:
     from rich.console import Console
 
+    from reports.causal_summary import print_costs
     from reports.directory import write_directory
     from reports.summary import print_summary
 
-    tables = write_directory(run, directory, force)
+    tables = write_directory(run, directory, force, causal)
+    shutil.rmtree(directory / PROGRESS, ignore_errors=True)
     if not quiet:
         print_summary(run, tables.layers, directory, Console())
-    if not all(check["passed"] for check in run.acceptance):
+        if causal is not None:
+            print_costs(causal, tables.layers, run.model["dtype"], Console())
+    checks = run.acceptance if causal is None else (*run.acceptance, *causal.checks(run.model["dtype"]))
+    if not all(check["passed"] for check in checks):
         raise typer.Exit(1)
 
 

@@ -13,6 +13,7 @@ What they do not show: costs on other kinds of text, and costs after the model w
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,16 +25,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from analysis.directory import RUN_FILE
 from analysis.errors import UserError
+from analysis.hashing import sha256_of
+from analysis.run import MOMENTS_FILE
 
 CAUSAL_FILE = "causal.safetensors"
 CAUSAL_SCHEMA = 1
 VERSIONS = ("edit", "placebo")
 POSITIONS = ("counted", "all")
 QUANTITIES = ("kl", "dce")
-CONTROL_LIMIT = 1e-6
-"""Nats per token that an edit which changes nothing may cost."""
-BASE_LIMIT = 1e-4
+CONTROL_LIMIT = {"float64": 1e-6, "float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}
+"""Nats per token that an edit which changes nothing may cost, by precision of the model."""
+BASE_LIMIT = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}
 """Nats per token by which a pass from a block on may miss the cross-entropy of a whole pass."""
 
 Sums = Float64[Tensor, "*case sequence"]
@@ -111,13 +115,13 @@ class Sweep:
             "seconds_of_one_pass": self.clean_seconds,
         }
 
-    def checks(self) -> tuple[dict[str, Any], ...]:
+    def checks(self, dtype: str) -> tuple[dict[str, Any], ...]:
         """What must hold if the sweep is to be believed, as entries of a run's acceptance."""
         control = max(float(per_token(costs.control[0], self.n_tokens)) for costs in self.layers.values())
         misses = [per_token(costs.base - self.base, self.n_tokens).abs() for costs in self.layers.values()]
         values = (
-            ("KL of an edit that changes nothing, g(a, −3b)/−3, largest over layers", control, CONTROL_LIMIT),
-            ("cross-entropy from a layer on and from a whole pass, largest over layers", float(max(misses)), BASE_LIMIT),
+            ("KL of an edit that changes nothing, g(a, −3b)/−3, largest over layers", control, CONTROL_LIMIT[dtype]),
+            ("cross-entropy from a layer on and from a whole pass, largest over layers", float(max(misses)), BASE_LIMIT[dtype]),
         )
         return tuple(
             {"check": name, "value": value, "limit": limit, "passed": value <= limit} for name, value, limit in values
@@ -228,10 +232,16 @@ class Causal:
     sweep: Sweep | None = None
     one_by_one: OneByOne | None = None
 
-    def write(self, folder: Path, run_hash: str) -> None:
-        """Write ``causal.safetensors`` beside the run whose moments have this hash."""
+    def checks(self, dtype: str) -> tuple[dict[str, Any], ...]:
+        """The sweep's checks, none without one."""
+        return () if self.sweep is None else self.sweep.checks(dtype)
+
+    def write(self, folder: Path) -> None:
+        """Write ``causal.safetensors`` beside the moments of its run."""
         parts = (("attribution", self.attribution), ("sweep", self.sweep))
-        tensors, document = {}, {"schema": CAUSAL_SCHEMA, "record": self.record, "moments_sha256": run_hash}
+        tensors: dict[str, Tensor] = {}
+        document: dict[str, Any] = {"schema": CAUSAL_SCHEMA, "record": self.record}
+        document["moments_sha256"] = sha256_of(folder / MOMENTS_FILE)
         for name, part in parts:
             if part is None:
                 continue
@@ -245,9 +255,10 @@ class Causal:
             tensors |= {f"one_by_one.{key}": value for key, value in tensors_of(self.one_by_one).items()}
         metadata = {"document": json.dumps(document, ensure_ascii=False, allow_nan=False)}
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / CAUSAL_FILE, metadata)
+        shutil.copymode(folder / RUN_FILE, folder / CAUSAL_FILE)  # safetensors writes for its owner alone
 
     @classmethod
-    def load(cls, folder: Path, run_hash: str) -> "Causal | None":
+    def load(cls, folder: Path) -> "Causal | None":
         """What was written beside a run; None if nothing was, UserError if it is damaged or of another run."""
         path = folder / CAUSAL_FILE
         if not path.exists():
@@ -256,7 +267,7 @@ class Causal:
             with safe_open(path, framework="pt") as file:
                 document = json.loads(file.metadata()["document"])
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dict
-            if (document["schema"], document["moments_sha256"]) != (CAUSAL_SCHEMA, run_hash):
+            if (document["schema"], document["moments_sha256"]) != (CAUSAL_SCHEMA, sha256_of(folder / MOMENTS_FILE)):
                 raise UserError(f"{path} belongs to another run or version: analyze again with --causal")
             return _read(document, tensors)
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

@@ -18,61 +18,51 @@ from torch import Tensor
 from analysis.errors import UserError
 
 _IDENTITY = "identity.json"
-_PIECE = "piece-{}.safetensors"
+_PIECE = "{}.safetensors"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Pieces of one computation, by number.
+    """Pieces of one computation, by name.
 
     Attributes:
-        folder: where they are.
+        folder: where they are; made with the first piece.
+        identity: everything that decides the result, as JSON holds it.
     """
 
     folder: Path
+    identity: dict[str, Any]
 
     @classmethod
     def open(cls, folder: Path, identity: dict[str, Any], resume: bool) -> "Progress":
-        """Begin anew, or go on with what is there; UserError if that is of another computation.
-
-        Args:
-            folder: made if it is not there; without ``resume`` an old one is thrown away.
-            identity: everything that decides the result, as JSON holds it.
-            resume: go on.
-        """
+        """Go on with what is there, or begin anew and throw that away; UserError if it is of another computation."""
         known = folder / _IDENTITY
-        if resume and known.exists():
+        if not resume:
+            shutil.rmtree(folder, ignore_errors=True)
+        elif known.exists():
             _require_equal(json.loads(known.read_text(encoding="utf-8")), identity, folder)
-            return cls(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            folder.mkdir(parents=True)
-            known.write_text(json.dumps(identity, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write to {folder} ({error.strerror}): choose another --out") from error
-        return cls(folder)
+        return cls(folder, identity)
 
-    def finished(self, number: int) -> dict[str, Tensor] | None:
+    def finished(self, name: str) -> dict[str, Tensor] | None:
         """A piece, if it is finished."""
-        path = self.folder / _PIECE.format(number)
+        path = self.folder / _PIECE.format(name)
         try:
             return load_file(path) if path.exists() else None
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}): delete it, or start without --resume") from error
 
-    def keep(self, number: int, piece: dict[str, Tensor]) -> None:
+    def keep(self, name: str, piece: dict[str, Tensor]) -> None:
         """Put a finished piece in its place."""
-        path = self.folder / _PIECE.format(number)
+        path = self.folder / _PIECE.format(name)
         unfinished = path.with_suffix(".unfinished")
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self.identity, indent=2, ensure_ascii=False)
+            (self.folder / _IDENTITY).write_text(text + "\n", encoding="utf-8")
             save_file({name: tensor.contiguous() for name, tensor in piece.items()}, unfinished)
             os.replace(unfinished, path)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"writing to {self.folder} failed ({error}): go on with --resume when there is room") from error
-
-    def discard(self) -> None:
-        """Delete everything, once the whole is written elsewhere."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+            raise UserError(f"writing to {self.folder} failed ({error}): make room, then go on with --resume") from error
 
 
 def _require_equal(known: dict[str, Any], asked: dict[str, Any], folder: Path) -> None:

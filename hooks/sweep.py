@@ -56,10 +56,10 @@ def sweep(
     layers = sorted(edits)
     found: dict[int, LayerCosts] = {}
     for number, layer in enumerate(layers, 1):
-        piece = progress.finished(layer) if progress else None
+        piece = progress.finished(f"layer-{layer}") if progress else None
         found[layer] = from_tensors(LayerCosts, piece) if piece else steps.step(layer)
         if progress and not piece:
-            progress.keep(layer, tensors_of(found[layer]))
+            progress.keep(f"layer-{layer}", tensors_of(found[layer]))
         seconds = found[layer].effort[0]
         logger.info(f"layer {layer}: {'kept from before' if piece else f'{seconds:.0f} s'} ({number} of {len(layers)})")
     n_tokens = torch.tensor([len(state.scored) for state in states])
