@@ -78,7 +78,7 @@ def analyze(
     causal: Annotated[
         str, typer.Option(help="What edits cost: none, attribution (every neuron, first order), exact (every layer), both.")
     ] = "attribution",
-    edits: Annotated[str | None, typer.Option(help="Edits, like exchange,scale:2,bilinear; default the usual ones.")] = None,
+    edits: Annotated[str | None, typer.Option(help="Edits, like exchange,scale:2; default the usual ones.")] = None,
     causal_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens for --causal; default 1024, or 512 with an exact sweep.")
     ] = None,

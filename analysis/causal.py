@@ -105,7 +105,7 @@ class Sweep:
     clean_seconds: float
 
     def effort(self) -> dict[str, float]:
-        """What the sweep itself took, in whole passes over the text: of the blocks, of the unembedding, and by the clock."""
+        """What the sweep itself took, in whole passes over the text: of the blocks, of the unembedding; and seconds."""
         seconds, blocks, unembeddings = torch.stack([costs.effort for costs in self.layers.values()]).sum(dim=0).tolist()
         n_sequences = len(self.n_tokens)
         return {
@@ -121,7 +121,11 @@ class Sweep:
         misses = [per_token(costs.base - self.base, self.n_tokens).abs() for costs in self.layers.values()]
         values = (
             ("KL of an edit that changes nothing, g(a, −3b)/−3, largest over layers", control, CONTROL_LIMIT[dtype]),
-            ("cross-entropy from a layer on and from a whole pass, largest over layers", float(max(misses)), BASE_LIMIT[dtype]),
+            (
+                "cross-entropy from a layer on and from a whole pass, largest over layers",
+                float(max(misses)),
+                BASE_LIMIT[dtype],
+            ),
         )
         return tuple(
             {"check": name, "value": value, "limit": limit, "passed": value <= limit} for name, value, limit in values

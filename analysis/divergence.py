@@ -20,9 +20,7 @@ _OVERFLOW = 80.0
 """e to this power is still a float32."""
 
 
-def kl_divergence(
-    base: Float[Tensor, "token vocab"], edited: Float[Tensor, "token vocab"]
-) -> Float64[Tensor, " token"]:
+def kl_divergence(base: Float[Tensor, "token vocab"], edited: Float[Tensor, "token vocab"]) -> Float64[Tensor, " token"]:
     """KL(base‖edited) of log-probabilities."""
     change = edited - base
     wide = change.double() if float(change.max()) > _OVERFLOW else change
@@ -46,7 +44,7 @@ def costs(
     for clean, expected, pieces in zip(base.split(size), targets.split(size), logits.split(size, dim=1), strict=True):
         for total, piece in zip(sums, pieces, strict=True):
             edited = log_probabilities(piece)
-            rise = (clean - edited).gather(-1, expected[:, None])
+            rise = clean.gather(-1, expected[:, None]) - edited.gather(-1, expected[:, None])
             total += torch.stack([kl_divergence(clean, edited).sum(), rise.double().sum()])
     return torch.stack(sums, dim=1).cpu()
 

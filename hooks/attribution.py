@@ -4,8 +4,8 @@ If neuron j's h_j became h_j + ε(h′_j − h_j) on the counted tokens, the sum
 
     ε Σ_t ∂CE/∂h_jt · (h′_jt − h_jt) + O(ε²)
 
-The derivative runs through all later layers. The sum at ε = 1 is the attribution; ``hooks.one_by_one`` and the exact sweep say
-how far it can be trusted. Neurons that are edited together add to first order and interact beyond it.
+The derivative runs through all later layers. The sum at ε = 1 is the attribution; ``hooks.one_by_one`` and the exact sweep
+say how far it can be trusted. Neurons that are edited together add to first order and interact beyond it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -11,7 +11,6 @@ A batch is one window in many versions, so nothing is padded.
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64

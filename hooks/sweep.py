@@ -1,12 +1,12 @@
 """The exact sweep: every layer edited in every way, and what it costs the model.
 
-A layer is edited alone, on counted positions and on all of them, and so is its placebo; then together with all layers before
-it, and with all layers after it. Costs are always taken on the same scored tokens. The inputs of every block come from one
-clean pass, so a layer costs only the blocks from it on. Edited together with the layers before it, it is given what those
-made of the text, which the step before it left behind.
+A layer is edited alone, on counted positions and on all of them, and so is its placebo; then together with all layers
+before it, and with all layers after it. Costs are always taken on the same scored tokens. The inputs of every block come
+from one clean pass, so a layer costs only the blocks from it on. Edited together with the layers before it, it is given
+what those made of the text, which the step before it left behind.
 
-With E edits over L layers and both cumulative series this is 6E + 2 versions of the text per layer, each from that layer on:
-about (6E + 2)·L/2 passes of the blocks, and (6E + 2)·L of the unembedding, which nothing can spare.
+With E edits over L layers and both cumulative series this is 6E + 2 versions of the text per layer, each from that layer
+on: about (6E + 2)·L/2 passes of the blocks, and (6E + 2)·L of the unembedding, which nothing can spare.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """Figures of what edits cost: by layer with placebos, against α, and first order against exact."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -17,11 +18,12 @@ FLOOR = 1e-6
 PALETTE = sns.color_palette("colorblind")
 PLACEBO, COUNTED, ALL = "0.55", PALETTE[0], PALETTE[1]
 N_COLUMNS = 2
+Draw = Callable[[Axes], Axes]
 
 
 def cost_by_layer(table: pd.DataFrame, ax: Axes, edit: str) -> Axes:
     """KL of one edit by layer on counted and on all positions, its placebo as a band, removal of the layer beside it."""
-    rows = {name: group for name, group in table[table["edit"] == edit].groupby("positions")}
+    rows = dict(iter(table[table["edit"] == edit].groupby("positions")))
     counted = rows["counted"]
     x = counted["layer"]
     low, high = (_floored(counted["kl_placebo"] + sign * Z95 * counted["kl_placebo_se"].fillna(0)) for sign in (-1, 1))
@@ -74,8 +76,8 @@ def cumulative_cost(table: pd.DataFrame, ax: Axes, series: str) -> Axes:
     """KL when layers are edited together, one line an edit; ``series`` is bottom or top."""
     counted = table[table["positions"] == "counted"]
     for edit, rows in counted.groupby("edit", sort=False):
-        style = {"color": "0.4", "linestyle": ":"} if edit in ABLATIONS else {}
-        ax.plot(rows["layer"], _floored(rows[f"kl_{series}"]), label=edit, linewidth=1, **style)
+        line = ":" if edit in ABLATIONS else "-"
+        ax.plot(rows["layer"], _floored(rows[f"kl_{series}"]), label=edit, linewidth=1, linestyle=line)
     which = "this layer and all before it" if series == "bottom" else "this layer and all after it"
     ax.set(title=f"Edited together: {which}", yscale="log", xlabel="layer", ylabel="KL, nats per token")
     ax.legend(fontsize=6, ncols=2)
@@ -84,35 +86,45 @@ def cumulative_cost(table: pd.DataFrame, ax: Axes, series: str) -> Axes:
 
 def draw_causal(table: pd.DataFrame, singly: pd.DataFrame | None) -> dict[str, Figure]:
     """Every figure that the table has the columns for, by file name without its ending."""
-    figures = {}
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"):
-        if "kl" in table:
-            edits = list(dict.fromkeys(table["edit"]))
-            draws = [lambda ax, edit=edit: cost_by_layer(table, ax, edit) for edit in edits]
-            figures["causal_cost"] = _grid(draws)
-            figures["causal_cost"].axes[0].legend(fontsize=6)
-            figures["causal_alpha"] = _grid([lambda ax: cost_by_scale(table, ax)])
-            cumulative = [lambda ax, series=series: cumulative_cost(table, ax, series) for series in ("bottom", "top")]
-            figures["causal_cumulative"] = _grid(cumulative)
-        draws = []
-        if {"dce", "attribution"} <= set(table):
-            counted = table[table["positions"] == "counted"]
-            for edit, rows in counted.groupby("edit", sort=False):
-                draws.append(_scatter(rows["attribution"], rows["dce"], f"{edit}, one point a layer"))
-        if singly is not None:
-            for largest, name in ((True, "largest attributions"), (False, "at random")):
-                rows = singly[singly["largest"] == largest]
-                draws.append(_scatter(rows["predicted"], rows["exact"], f"single neurons, {name}"))
-        if draws:
-            figures["causal_attribution"] = _grid(draws)
+        figures = _exact_figures(table) if "kl" in table else {}
+        scatters = [*_layer_scatters(table), *_neuron_scatters(singly)]
+        if scatters:
+            figures["causal_attribution"] = _grid(scatters)
     return figures
 
 
-def _scatter(predicted: pd.Series, exact: pd.Series, title: str) -> Callable[[Axes], Axes]:
+def _exact_figures(table: pd.DataFrame) -> dict[str, Figure]:
+    edits = list(dict.fromkeys(table["edit"]))
+    by_layer = _grid([partial(cost_by_layer, table, edit=edit) for edit in edits])
+    by_layer.axes[0].legend(fontsize=6)
+    return {
+        "causal_cost": by_layer,
+        "causal_alpha": _grid([lambda ax: cost_by_scale(table, ax)]),
+        "causal_cumulative": _grid(
+            [lambda ax: cumulative_cost(table, ax, "bottom"), lambda ax: cumulative_cost(table, ax, "top")]
+        ),
+    }
+
+
+def _layer_scatters(table: pd.DataFrame) -> Iterator[Draw]:
+    if {"dce", "attribution"} <= set(table):
+        for edit, rows in table[table["positions"] == "counted"].groupby("edit", sort=False):
+            yield _scatter(rows["attribution"], rows["dce"], f"{edit}, one point a layer")
+
+
+def _neuron_scatters(singly: pd.DataFrame | None) -> Iterator[Draw]:
+    if singly is not None:
+        for largest, name in ((True, "largest attributions"), (False, "at random")):
+            rows = singly[singly["largest"] == largest]
+            yield _scatter(rows["predicted"], rows["exact"], f"single neurons, {name}")
+
+
+def _scatter(predicted: pd.Series, exact: pd.Series, title: str) -> Draw:
     return lambda ax: attribution_against_exact(predicted, exact, ax, title)
 
 
-def _grid(draws: list[Callable[[Axes], Axes]]) -> Figure:
+def _grid(draws: Sequence[Draw]) -> Figure:
     n_columns = min(N_COLUMNS, len(draws))
     n_rows = -(-len(draws) // n_columns)
     figure = Figure(figsize=(5 * n_columns, 3.2 * n_rows), layout="constrained")

@@ -34,18 +34,20 @@ def sentences(causal: Causal, layers: pd.DataFrame) -> Iterator[str]:
     if attribution is not None:
         base = float(attribution.base.sum() / attribution.n_tokens.sum())
         edit = attribution.edits[0]
-        worst = layers.loc[layers[f"attribution_{column_name(edit)}"].abs().idxmax()]
+        name = f"attribution_{column_name(edit)}"
+        worst = layers.loc[layers[name].abs().idxmax()]
         yield (
-            f"To first order, on {tokens:,} tokens (cross-entropy {base:.3f} nats per token), {edit} costs most in layer "
-            f"{int(worst['layer'])}: {worst[f'attribution_{column_name(edit)}']:+.3f}; single neurons are in neurons.parquet."
+            f"To first order, on {tokens:,} tokens (cross-entropy {base:.3f} nats per token), {edit} changes the loss most "
+            f"in layer {int(worst['layer'])}: {worst[name]:+.3f}; single neurons are in neurons.parquet."
         )
     if sweep is not None:
         effort = sweep.effort()
         for edit in sweep.edits:
             yield _ranking(edit, layers)
         yield (
-            f"The sweep took {effort['block_passes']:.0f} passes of the blocks and {effort['unembedding_passes']:.0f} of the "
-            f"unembedding over {tokens:,} tokens, {effort['seconds']:.0f} s (one whole pass: {effort['seconds_of_one_pass']:.1f} s)."
+            f"The sweep took {effort['block_passes']:.0f} passes of the blocks and {effort['unembedding_passes']:.0f} of "
+            f"the unembedding over {tokens:,} tokens, {effort['seconds']:.0f} s "
+            f"(one whole pass: {effort['seconds_of_one_pass']:.1f} s)."
         )
 
 

@@ -19,7 +19,7 @@ def tables_of(run: Run) -> Tables:
 
 
 def write_directory(run: Run, directory: Path, force: bool = False, causal: Causal | None = None) -> Tables:
-    """Write run.json, moments.safetensors, what edits cost if that was measured, the tables and figures; returns the tables.
+    """Write run.json, moments.safetensors, costs of edits if measured, the tables and the figures; returns the tables.
 
     Raises UserError, and changes nothing, if the directory holds something else and ``force`` is not set, or if writing
     fails.
