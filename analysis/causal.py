@@ -117,13 +117,14 @@ class Sweep:
 
     def checks(self, dtype: str) -> tuple[dict[str, Any], ...]:
         """What must hold if the sweep is to be believed, as entries of a run's acceptance."""
-        control = max(float(per_token(costs.control[0], self.n_tokens)) for costs in self.layers.values())
+        controls = [per_token(costs.control[0], self.n_tokens) for costs in self.layers.values()]
         misses = [per_token(costs.base - self.base, self.n_tokens).abs() for costs in self.layers.values()]
+        control, miss = (float(torch.stack(values).max()) for values in (controls, misses))  # NaN if one of them is
         values = (
             ("KL of an edit that changes nothing, g(a, −3b)/−3, largest over layers", control, CONTROL_LIMIT[dtype]),
             (
                 "cross-entropy from a layer on and from a whole pass, largest over layers",
-                float(max(misses)),
+                miss,
                 BASE_LIMIT[dtype],
             ),
         )

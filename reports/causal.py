@@ -186,6 +186,8 @@ def agreement_table(table: pd.DataFrame, singly: pd.DataFrame | None) -> pd.Data
 
 
 def _agreement(what: str, predicted: pd.Series, exact: pd.Series) -> dict[str, object]:
+    known = predicted.notna() & exact.notna()
+    predicted, exact = predicted[known], exact[known]
     ratio = float((predicted * exact).sum() / predicted.pow(2).sum()) if predicted.any() else np.nan
     return {
         "over": what,

@@ -55,7 +55,7 @@ def cost_table(sweep: Sweep, layers: pd.DataFrame) -> Table:
     """KL of every edit on counted positions, one line a layer."""
     table = Table(title="KL, nats per token", header_style="bold", box=None, padding=(0, 1, 0, 0))
     for title in ("layer", *sweep.edits):
-        table.add_column(title.replace("-", "\n"), justify="right", no_wrap=True)
+        table.add_column(title.replace("-", "\n").replace(":", "\n"), justify="right", no_wrap=True)
     for _, row in layers.iterrows():
         cells = [f"{row[f'kl_{column_name(edit)}']:.2g}" for edit in sweep.edits]
         table.add_row(str(int(row["layer"])), *cells)

@@ -46,8 +46,8 @@ def findings(directory: Path) -> Iterator[str]:
     yield (
         f"{model['architecture']}, {model['weights']}, {model['dtype']}; {len(sweep.n_tokens)} sequences of "
         f"{document['settings']['context']} tokens, {int(sweep.n_tokens.sum())} scored, cross-entropy {base:.3f} nats per "
-        f"token. The sweep took {effort['block_passes']:.0f} passes of the blocks and {effort['unembedding_passes']:.0f} of "
-        f"the unembedding over that text, {effort['seconds'] / 60:.0f} minutes on the clock (one whole pass: "
+        f"token. The sweep took {effort['block_passes']:.0f} passes of the blocks and {effort['unembedding_passes']:.0f} "
+        f"of the unembedding over that text, {effort['seconds'] / 60:.0f} minutes on the clock (one whole pass: "
         f"{effort['seconds_of_one_pass']:.1f} s)."
     )
     checks = sweep.checks(model["dtype"])
