@@ -78,7 +78,7 @@ def _by_layer(table: pd.DataFrame, cell: Callable[[Row], str]) -> str:
 
 def _together(table: pd.DataFrame) -> str:
     """A few depths of both cumulative series, and all layers at once."""
-    layers = sorted(table["layer"].unique())
+    layers = sorted(map(int, table["layer"].unique()))
     chosen = layers[:: max(1, len(layers) // N_DEPTHS)]
     by_place = table.set_index(["layer", "edit"])
     edits = list(dict.fromkeys(table["edit"]))
