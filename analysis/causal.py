@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -152,10 +152,11 @@ class LayerAttribution:
     total: Float64[Tensor, "edit sequence"]
 
     @classmethod
-    def of(cls, first_order: Float64[Tensor, "edit token d_mlp"], n_tokens: int) -> "LayerAttribution":
+    def of(cls, first_order: Float[Tensor, "edit token d_mlp"], n_tokens: int) -> "LayerAttribution":
         """From the first-order costs on the counted tokens of one sequence, of which ``n_tokens`` are scored."""
-        x = first_order.sum(dim=1)
-        return cls(x, x.square(), n_tokens * x, first_order.square().sum(dim=1), x.sum(dim=1)[:, None])
+        x = first_order.sum(dim=1, dtype=torch.float64).cpu()
+        tt = first_order.square().sum(dim=1, dtype=torch.float64).cpu()
+        return cls(x, x.square(), n_tokens * x, tt, x.sum(dim=1)[:, None])
 
     def __add__(self, other: "LayerAttribution") -> "LayerAttribution":
         return LayerAttribution(

@@ -14,7 +14,7 @@ from functools import reduce
 from operator import add
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
 from analysis.causal import Attribution, LayerAttribution
@@ -72,11 +72,11 @@ def _first_order(
     h: Float[Tensor, "pos d_mlp"],
     gradient: Float[Tensor, "pos d_mlp"],
     counted_from: int,
-) -> Float64[Tensor, "edit token d_mlp"]:
-    """∂CE/∂h·(h′ − h) on every counted token, for every edit."""
+) -> Float[Tensor, "edit token d_mlp"]:
+    """∂CE/∂h·(h′ − h) on every counted token, for every edit, in float32 at least."""
     unit, rows = model.sites[layer].unit, slice(counted_from, None)
     changes = torch.stack([edit(a[rows], b[rows], unit) - h[rows] for edit in edits.values()])
-    return (changes.double() * gradient[rows].double()).cpu()
+    return changes * gradient[rows].to(torch.promote_types(gradient.dtype, torch.float32))
 
 
 @contextmanager
