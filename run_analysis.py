@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a check failed (of the model: files are written and say wh
 
 import logging
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from analysis.directory import check_writable
+from analysis.directory import PROGRESS, check_writable
 from analysis.errors import UserError
 from hooks.builtin import BUILTINS, DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from analysis.causal import Causal
     from analysis.run import Run
 
 MAX_LAYERS = 10_000
@@ -57,6 +59,19 @@ def errors_reported() -> Iterator[None]:
         raise typer.Exit(130) from error
 
 
+@contextmanager
+def sweep_kept(folder: Path) -> Iterator[None]:
+    """Ctrl-C during a sweep says what has been kept of it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        finished = len(list(folder.glob("layer-*.safetensors")))
+        if not finished:
+            raise
+        print(f"interrupted: {finished} layers are kept, go on with the same call and --resume", file=sys.stderr)
+        raise typer.Exit(130) from error
+
+
 @app.command()
 @errors_reported()
 def analyze(
@@ -75,7 +90,15 @@ def analyze(
     null: Annotated[
         Null | None, typer.Option(help="random-init: also run the same architecture with fresh random weights.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the re-pairings and of random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of re-pairings, placebos and random weights.")] = 0,
+    causal: Annotated[
+        str, typer.Option(help="What edits cost: none, attribution (every neuron, first order), exact (every layer), both.")
+    ] = "attribution",
+    edits: Annotated[str | None, typer.Option(help="Edits, like exchange,scale:2; default the usual ones.")] = None,
+    causal_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens for --causal; default 1024, or 512 with an exact sweep.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an exact sweep that was interrupted.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
@@ -89,21 +112,34 @@ def analyze(
     directory = out or default_directory(model)
     check_writable(directory, force)
     wanted, scales = parse_layers(layers), parse_alphas(alphas)
+    from analysis.edits import parse_edits
+    from hooks.causal import MODES, measure_causal
     from hooks.collect import analyze as collect_run
     from hooks.corpus import check_windows
     from hooks.models import load_model
 
     check_windows(context, skip_positions, shard)
+    chosen = None if edits is None else parse_edits(edits)
+    if causal not in MODES:
+        raise UserError(f"unknown --causal {causal!r}: choose one of {', '.join(MODES)}")
+    if resume and causal not in ("exact", "both"):
+        raise UserError(f"--resume goes on with an exact sweep, not with --causal {causal}: add --causal exact or both")
 
     _announce(quiet)
     load = partial(load_model, model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     measure = partial(collect_run, layers=wanted, alphas=scales, draws=draws, batch_size=batch_size, seed=seed, quiet=quiet)
     subject = load()
     text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens, shard=shard)
-    run = measure(subject, text)
+    run, found = measure(subject, text), None
+    if causal != "none":
+        with sweep_kept(directory / PROGRESS):
+            found = measure_causal(
+                subject, text, run, mode=causal, edits=chosen, n_tokens=causal_tokens, seed=seed,
+                folder=directory / PROGRESS, resume=resume,
+            )  # fmt: skip
     del subject  # one model at a time
     random = measure(load(random_seed=seed), text) if null is Null.RANDOM_INIT else None
-    _write(_with_command(run), directory, force, quiet, random, as_json)
+    _write(_with_command(run), directory, force, quiet, random, found, as_json)
 
 
 @app.command()
@@ -139,11 +175,12 @@ def report(
     """Make the tables, figures and report.html of a saved run anew."""
     directory = out or run
     check_writable(directory, force)
+    from analysis.causal import Causal
     from analysis.run import Run
     from reports.directory import load_random
 
     loaded = Run.load(run)
-    _write(loaded, directory, force, quiet, load_random(run, loaded), as_json)
+    _write(loaded, directory, force, quiet, load_random(run, loaded), Causal.load(run), as_json)
 
 
 @app.command()
@@ -241,20 +278,32 @@ def parse_alphas(text: str) -> list[float]:
 
 
 def _write(
-    run: "Run", directory: Path, force: bool, quiet: bool, random: "Run | None" = None, as_json: bool = False
+    run: "Run",
+    directory: Path,
+    force: bool,
+    quiet: bool,
+    random: "Run | None" = None,
+    causal: "Causal | None" = None,
+    as_json: bool = False,
 ) -> None:
     from rich.console import Console
 
+    from reports.causal_summary import print_costs
     from reports.directory import write_directory
     from reports.document import summary_json
     from reports.summary import print_summary
 
-    tables = write_directory(run, directory, force, random)
+    tables = write_directory(run, directory, force, random, causal)
+    shutil.rmtree(directory / PROGRESS, ignore_errors=True)
     if as_json:
         print(summary_json(run, tables, directory))
     elif not quiet:
         print_summary(run, tables, directory, Console())
-    if not all(each.passed for each in (run, random) if each is not None):
+        if causal is not None:
+            print_costs(causal, tables.layers, run.model["dtype"], Console())
+    checks = () if causal is None else causal.checks(run.model["dtype"])
+    passed = all(each.passed for each in (run, random) if each is not None)
+    if not passed or not all(check["passed"] for check in checks):
         raise typer.Exit(1)
 
 

@@ -21,6 +21,8 @@ from analysis.errors import UserError
 
 RUN_FILE = "run.json"
 SCHEMA = 1
+PROGRESS = ".causal-progress"
+"""What an exact sweep has finished so far, in the directory that the run will be written to."""
 _STAGING = ".writing-"
 
 
@@ -39,7 +41,7 @@ def check_writable(directory: Path, force: bool = False) -> None:
         raise UserError(f"{directory} is a file: choose another --out")
     if not directory.exists() or force or is_run(directory):
         return
-    others = sorted(path.name for path in directory.iterdir() if not path.name.startswith(_STAGING))
+    others = sorted(path.name for path in directory.iterdir() if not path.name.startswith((_STAGING, PROGRESS)))
     if others:
         raise UserError(f"{directory} holds something else than a run ({others[0]}): choose another --out or add --force")
 

@@ -4,8 +4,11 @@ from pathlib import Path
 
 import torch
 
+from analysis.causal import Causal
 from analysis.directory import RUN_FILE, staged
 from analysis.run import Run
+from reports.causal import CausalTables
+from reports.causal_figures import draw_causal
 from reports.figures import draw_all
 from reports.html import report_html
 from reports.tables import Tables, tables_of
@@ -16,15 +19,22 @@ RANDOM_INIT = "random-init"
 """Folder, inside a run's directory, of the run with random weights that was made with it."""
 
 
-def write_directory(run: Run, directory: Path, force: bool = False, random: Run | None = None) -> Tables:
-    """Write run.json, moments.safetensors, the tables, the figures and report.html; returns the tables.
+def write_directory(
+    run: Run, directory: Path, force: bool = False, random: Run | None = None, causal: Causal | None = None
+) -> Tables:
+    """Write run.json, moments.safetensors, costs of edits if measured, the tables, the figures and report.html.
 
+    Returns the tables.
     The run with random weights, if there is one, is written as a run of its own into ``random-init``.
 
     Raises UserError, and changes nothing, if the directory holds something else and ``force`` is not set, or if writing
     fails.
     """
     tables = tables_of(run, random)
+    costs = None
+    if causal is not None:
+        costs = CausalTables.of(causal, tables)
+        tables = costs.joined_to(tables)
     with staged(directory, force) as folder:
         run.write(folder)
         if random is not None:
@@ -36,9 +46,17 @@ def write_directory(run: Run, directory: Path, force: bool = False, random: Run 
         tables.neurons.to_parquet(folder / "neurons.parquet", index=False)
         (folder / "figures").mkdir()
         figures = draw_all(tables)
+        if causal is not None and costs is not None:
+            causal.write(folder)
+            costs.write(folder)
+            figures |= draw_causal(costs.costs, costs.singly)
         for name, figure in figures.items():
             figure.savefig(folder / "figures" / f"{name}.png", dpi=DPI)
         (folder / REPORT).write_text(report_html(run, tables, figures), encoding="utf-8")
+        written = {path.relative_to(folder) for path in folder.rglob("*")}
+    for stale in (*directory.glob("causal*"), *directory.glob("figures/causal*")):  # of the run that was there before
+        if stale.relative_to(directory) not in written:
+            stale.unlink()
     return tables
 
 

@@ -35,9 +35,21 @@ CAPTIONS = {
         "Exchange of gate and up",
         "By layer, with 95 % intervals, the spread over tokens, and what chance gives: above as stored, below balanced.",
     ),
-    "causal": (
+    "causal_cost": (
         "What the edits cost the model",
         "KL divergence from the model as it is, by layer and edit, beside a placebo of the same size.",
+    ),
+    "causal_alpha": (
+        "Loss against α",
+        "What scaling by α costs, layer by layer: from the bilinear limit over the model itself to the ReLU limit.",
+    ),
+    "causal_cumulative": (
+        "Layers edited together",
+        "Every layer up to this one, and every layer from this one on.",
+    ),
+    "causal_attribution": (
+        "First order against exact",
+        "What one backward pass predicts, and what the edit costs: how far the prediction can be trusted.",
     ),
     "scaling": (
         "Scaling by α",

@@ -20,8 +20,9 @@ from run_analysis import app, parse_layers
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["--context", "32", "--tokens", "160", "--device", "cpu"]
-SPREADSHEETS = {"layers.csv", "curves.csv", "extremes.csv"}
-FILES = {"run.json", "moments.safetensors", "neurons.parquet", "report.html", "figures", *SPREADSHEETS}
+SPREADSHEETS = {"layers.csv", "curves.csv", "extremes.csv", "causal.csv", "causal_replaceable.csv"}
+SUMS = {"moments.safetensors", "causal.safetensors"}
+FILES = {"run.json", "neurons.parquet", "report.html", "figures", *SUMS, *SPREADSHEETS}
 
 
 def call(*arguments: object) -> tuple[int, str, str]:
@@ -83,7 +84,8 @@ def test_options_reach_the_run(tiny_llama: Path, tmp_path: Path) -> None:
 
 def test_shards_merge_to_the_whole(tiny_llama: Path, tmp_path: Path) -> None:
     for name, shard in (("whole", "0/1"), ("first", "0/2"), ("second", "1/2")):
-        assert call("analyze", tiny_llama, "--out", tmp_path / name, "--shard", shard, *QUICK)[0] == 0
+        options = ["--shard", shard, "--causal", "none", *QUICK]
+        assert call("analyze", tiny_llama, "--out", tmp_path / name, *options)[0] == 0
     code, out, _ = call("merge", tmp_path / "first", tmp_path / "second", "--out", tmp_path / "merged")
     assert code == 0
     assert "3 of 3 layers" in out

@@ -1,0 +1,48 @@
+"""What the fitted edits need to know of each layer: c_j of c·ab from the run, means and c_j of σ(ab) from one more pass."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from analysis import measures
+from analysis.edits import Fit
+from analysis.run import Run
+from hooks.corpus import Window
+from hooks.interventions import Activations
+from hooks.models import LoadedModel
+from hooks.suffix import clean_pass
+
+
+def fit_layers(model: LoadedModel, windows: Sequence[Window], run: Run) -> dict[int, Fit]:
+    """The fit of every layer of the run; means and the scale of σ(ab) are over the counted tokens of these windows."""
+    sums: dict[int, Float64[Tensor, "sum d_mlp"]] = {}
+    for window in windows:
+        looks = {layer: partial(_look, model, layer, window.counted_from, sums) for layer in run.layers}
+        clean_pass(model, window, looks)
+    n_tokens = sum(window.n_counted for window in windows)
+    fits = {}
+    for index, layer in run.layers.items():
+        h, h_placed, placed_placed = sums[index]
+        bilinear = measures.bilinear_coefficient(layer.moments.neuron).nan_to_num(0.0)  # 0 where ab is always 0
+        fits[index] = Fit(bilinear, (h_placed / placed_placed).nan_to_num(0.0), h / n_tokens, layer.geometry.balance)
+    return fits
+
+
+def _look(
+    model: LoadedModel,
+    layer: int,
+    counted_from: int,
+    sums: dict[int, Float64[Tensor, "sum d_mlp"]],
+    a: Activations,
+    b: Activations,
+    h: Activations,
+) -> Activations:
+    """Add Σ h, Σ h·p and Σ p² with p = g(ab, 1) over the counted tokens of the one window in the batch."""
+    gate, up, now = (x[0, counted_from:].double() for x in (a, b, h))
+    placed = model.sites[layer].unit.placed_outside(gate, up)
+    found = torch.stack([now.sum(dim=0), (now * placed).sum(dim=0), placed.square().sum(dim=0)]).cpu()
+    sums[layer] = sums[layer] + found if layer in sums else found
+    return h
