@@ -2,7 +2,8 @@
 
 Beside a measure stand its standard error, its median and quartiles over tokens, its value without the tokens of largest
 energy, the nulls, and the excess over each null with an error of its own. An error of an excess is that of the difference,
-not a sum of errors: measure and null are recomputed together without each block.
+not a sum of errors: measure and null are recomputed together without each block. Over re-paired neurons it also holds the
+chance of pairing.
 """
 
 import math
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from analysis import measures
@@ -28,6 +29,7 @@ from analysis.jackknife import (
 from analysis.measures import LAYER_MEASURES, REPAIRED_NULLS, excess_over_repaired
 from analysis.moments import Moments
 from analysis.nulls import Law, Parts, gaussian_nulls
+from analysis.pairing import pairing_variance
 from analysis.sums import MAIN_SCALES, QUADRANTS, Sums, scaling_name
 from analysis.units import Unit
 
@@ -70,11 +72,13 @@ class Estimates:
         unit: g.
         moments: what was seen.
         geometry: the weights.
+        partners: for each random pairing, the neuron whose b met each neuron's a.
     """
 
     unit: Unit
     moments: Moments
     geometry: Geometry
+    partners: Int64[Tensor, "draw d_mlp"]
 
     @cached_property
     def gaussian(self) -> dict[str, Parts]:
@@ -106,7 +110,7 @@ class Estimates:
         for name in (*GAUSSIAN_NULLS, *(name for name in TOKEN_MEASURES if name not in GAUSSIAN_NULLS)):
             numbers |= self._pooled(name) | self._over_tokens(name)
             if name in GAUSSIAN_NULLS:
-                numbers |= self._layer_nulls(name)
+                numbers |= self.layer_nulls(name)
         for name, measure in (("exchange", measures.exchange), ("exchange_balanced", measures.exchange_balanced)):
             numbers |= self._neuron_median(name, measure)
         numbers |= self._pooled("exchange_relative_change")
@@ -254,7 +258,8 @@ class Estimates:
             f"{name}_trimmed": shown(self.moments.without_top_tokens(key, TRIMMED)),
         }
 
-    def _layer_nulls(self, name: str) -> dict[str, float]:
+    def layer_nulls(self, name: str) -> dict[str, float]:
+        """Nulls of a measure and the excess over each, with its error."""
         key, weight = GAUSSIAN_NULLS[name], self.geometry.value_weight
         pooled = self.moments.neuron.pool(weight)
         value, repaired = float(LAYER_MEASURES[name](pooled)), float(REPAIRED_NULLS[name](pooled))
@@ -265,7 +270,7 @@ class Estimates:
             f"{name}_excess_gaussian_se": self._excess_gaussian_error(name),
             f"{name}_null_repaired": repaired,
             f"{name}_excess_repaired": value - repaired,
-            f"{name}_excess_repaired_se": float(pooled_error(excess_over_repaired(name), self.moments)),
+            f"{name}_excess_repaired_se": self._excess_repaired_error(name),
         }
 
     def _excess_gaussian_error(self, name: str) -> float:
@@ -295,8 +300,43 @@ class Estimates:
             f"{name}_excess_gaussian_se": error,
             f"{name}_null_repaired": repaired,
             f"{name}_excess_repaired": value - repaired,
-            f"{name}_excess_repaired_se": neuron_error(excess_over_repaired(name), self.moments),
+            f"{name}_excess_repaired_se": self._neuron_excess_repaired_error(name),
         }
+
+    def _excess_repaired_error(self, name: str) -> float:
+        """The chance of tokens, by the jackknife, and of pairing: as if the own pairing were one more of those drawn."""
+        gap, scale = (part * self.geometry.value_weight for part in self._draws(name))
+        total = scale.sum() / len(scale)
+        linear = (gap - gap.sum() / scale.sum() * scale) / total
+        pairing = pairing_variance(linear, self.partners) * self._pairings_compared(name)
+        return math.sqrt(float(pooled_error(excess_over_repaired(name), self.moments)) ** 2 + pairing)
+
+    def _neuron_excess_repaired_error(self, name: str) -> Neurons:
+        gap, scale = self._draws(name)
+        pairing = (gap / scale).var(dim=0) if len(gap) > 1 else torch.full_like(gap[0], torch.nan)
+        tokens = neuron_error(excess_over_repaired(name), self.moments)
+        return (tokens.square() + pairing * self._pairings_compared(name)).sqrt()
+
+    def _pairings_compared(self, name: str) -> float:
+        """Variances of one pairing in an excess: of the own one, and of the mean over those drawn; scaling is over all."""
+        return 1.0 if name in MAIN_SCALES else 1 + 1 / self.moments.layout.draws
+
+    def _draws(self, name: str) -> tuple[Float64[Tensor, "draw d_mlp"], Float64[Tensor, "draw d_mlp"]]:
+        """The two sums whose ratio is the number of each neuron in each random pairing; NaN for a scale not followed."""
+        sums = self.moments.neuron
+        if name not in MAIN_SCALES:
+            kind = "" if name == "exchange" else "balanced_"
+            parts = (f"repaired_{kind}exchange_gap", f"repaired_{kind}hh", f"repaired_{kind}exchange")
+            gap, before, after = (sums[part] for part in parts)
+            return gap, 2 * (before + after)
+        before, alphas = sums["repaired_hh"], self.moments.layout.main_alphas
+        if MAIN_SCALES[name] not in alphas:
+            return torch.full_like(before, torch.nan), torch.full_like(before, torch.nan)
+        which = slice(alphas.index(MAIN_SCALES[name]), None, len(alphas))
+        after, product = sums["repaired_scaling"][which], sums["repaired_product"][which]
+        length = self.geometry.norm_k if self.unit.up_is_linear else torch.ones_like(self.geometry.norm_k)
+        as_own = (length / length[self.partners]).square().nan_to_num(nan=0.0, posinf=0.0)  # a partner without key gives 0
+        return as_own * (before + after - 2 * product).clamp(min=0), as_own * 2 * (before + after)
 
     def _neuron_median(self, name: str, measure: measures.Measure) -> dict[str, float]:
         replicates = neuron_replicates(lambda sums, _: _median(measure(sums)), self.moments)

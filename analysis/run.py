@@ -29,6 +29,7 @@ from analysis.geometry import Geometry
 from analysis.hashing import sha256_of
 from analysis.jackknife import filled_blocks
 from analysis.moments import Moments
+from analysis.pairing import FEWEST_DRAWS
 from analysis.sums import MAIN_SCALES, Layout
 from analysis.units import Unit, unit_named
 
@@ -46,6 +47,7 @@ class Layer:
         geometry: their weights, with the norm gain folded as ``gain`` says.
         gain: in words, which norm's gain was folded into q and k.
         interaction_antisymmetry: share of the interaction tensor's energy that is antisymmetric in q ↔ k, gain folded.
+        partners: for each random pairing, the neuron whose b met each neuron's a.
     """
 
     unit: Unit
@@ -53,11 +55,12 @@ class Layer:
     geometry: Geometry
     gain: str
     interaction_antisymmetry: float
+    partners: Int64[Tensor, "draw d_mlp"]
 
     @cached_property
     def estimates(self) -> Estimates:
         """Its numbers; kept, because nulls and errors are dear."""
-        return Estimates(self.unit, self.moments, self.geometry)
+        return Estimates(self.unit, self.moments, self.geometry, self.partners)
 
 
 @dataclass(frozen=True)
@@ -235,6 +238,8 @@ def _reasons(run: Run) -> Iterator[tuple[str, str]]:
     for column, alpha in MAIN_SCALES.items():
         if alpha not in run.settings["alphas"]:
             yield column, f"scale {alpha:g} was not among --alphas"
+    if run.settings["draws"] < FEWEST_DRAWS:
+        yield "*_excess_repaired_se", f"the chance of pairing needs at least {FEWEST_DRAWS} re-pairings: raise --draws"
     if run.settings["draws"] < 2:
         yield "*_repaired_p", "ranking a neuron among its re-pairings needs at least two of them: raise --draws"
     dead = {i: int((layer.moments.neuron["hh"] == 0).sum()) for i, layer in run.layers.items()}
@@ -267,6 +272,7 @@ def _tensors(layers: dict[int, Layer]) -> Iterator[tuple[str, Tensor]]:
             yield f"{index}.{name}", values
         antisymmetry = torch.tensor(layer.interaction_antisymmetry, dtype=torch.float64)
         yield f"{index}.interaction_antisymmetry", antisymmetry
+        yield f"{index}.partners", layer.partners
         for name, values in layer.geometry.tensors().items():
             yield f"{index}.geometry.{name}", values
 
@@ -278,4 +284,4 @@ def _read_layer(tensors: dict[str, Tensor], index: int, described: Record, setti
     geometry = {key.partition(".")[2]: value for key, value in mine.items() if key.startswith("geometry.")}
     moments = Moments.from_tensors(layout, mine)
     antisymmetry = mine["interaction_antisymmetry"].item()
-    return Layer(unit, moments, Geometry(**geometry), described["norm_gain"], antisymmetry)
+    return Layer(unit, moments, Geometry(**geometry), described["norm_gain"], antisymmetry, mine["partners"])

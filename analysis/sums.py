@@ -20,6 +20,8 @@ and for the re-paired null, in which a neuron's a meets the b of another neuron 
     repaired_hh, repaired_exchange, …_gap              one row per random pairing
     repaired_balanced_hh, repaired_balanced_exchange,  the same in the pair's own balanced gauge
         …_gap
+    repaired_scaling, repaired_product                 in the same pairings Σ g(αa, b/α)² and Σ g(a, b)·g(αa, b/α), one row
+                                                       per pairing and main scale
     mixed_hh              Σ h² over the pairs with every other neuron, whose b is first brought to the own key's length
     mixed_scaling         the same of g(αa, b/α), one row per α
     mixed_product         Σ g(a, b)·g(αa, b/α) over the same pairs
@@ -54,6 +56,7 @@ _ROW_PER_DRAW = (
     *("repaired_hh", "repaired_exchange", "repaired_exchange_gap"),
     *("repaired_balanced_hh", "repaired_balanced_exchange", "repaired_balanced_exchange_gap"),
 )
+_ROW_PER_DRAW_AND_SCALE = ("repaired_scaling", "repaired_product")
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,17 @@ class Layout:
 
     alphas: tuple[float, ...]
     draws: int = DEFAULT_DRAWS
-    names: tuple[str, ...] = (*_ONE_ROW, *_ROW_PER_ALPHA, *_ROW_PER_DRAW)
+    names: tuple[str, ...] = (*_ONE_ROW, *_ROW_PER_ALPHA, *_ROW_PER_DRAW, *_ROW_PER_DRAW_AND_SCALE)
 
     @classmethod
     def of(cls, unit: Unit, alphas: Sequence[float] = DEFAULT_ALPHAS, draws: int = DEFAULT_DRAWS) -> "Layout":
         """The scales asked for plus the limits that exist for this unit, ascending."""
         return cls(tuple(sorted({*map(float, alphas), *unit.limits})), draws)
+
+    @property
+    def main_alphas(self) -> tuple[float, ...]:
+        """Of the scales, those that have columns of their own."""
+        return tuple(alpha for alpha in self.alphas if alpha in MAIN_SCALES.values())
 
     @cached_property
     def by_neuron_and_group(self) -> "Layout":
@@ -86,13 +94,14 @@ class Layout:
             *("a", "b", "aa", "bb", "ab", "hh", "exchange", "exchange_gap", "h_ab", "abab", "mixed_hh"),
             *("balanced_hh", "balanced_exchange", "balanced_exchange_gap", *_ROW_PER_ALPHA, *_ROW_PER_DRAW),
         )
-        return Layout(tuple(alpha for alpha in self.alphas if alpha in MAIN_SCALES.values()), 1, names)
+        return Layout(self.main_alphas, 1, names)
 
     @cached_property
     def rows(self) -> dict[str, slice]:
         """The rows of every sum, in order."""
         counts = dict.fromkeys(_ONE_ROW, 1)
         counts |= dict.fromkeys(_ROW_PER_ALPHA, len(self.alphas)) | dict.fromkeys(_ROW_PER_DRAW, self.draws)
+        counts |= dict.fromkeys(_ROW_PER_DRAW_AND_SCALE, self.draws * len(self.main_alphas))
         rows, start = {}, 0
         for name in self.names:
             rows[name] = slice(start, start + counts[name])
@@ -139,7 +148,10 @@ class Sums:
     values: Float64[Tensor, "moment column"]
 
     def __getitem__(self, name: str) -> Float64[Tensor, "*row column"]:
-        """[column] for one sum; [alpha, column] or [draw, column] where there is one row per scale or per draw."""
+        """[column] for one sum; [alpha, column] or [draw, column] where there is one row per scale or per draw.
+
+        Where there is one for each of both: [draw·main alpha, column], the scales of a draw together.
+        """
         rows = self.values[self.layout.rows[name]]
         return rows[0] if name in _ONE_ROW else rows
 

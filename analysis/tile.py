@@ -111,9 +111,12 @@ class TileReducer:
         everyone = b * self._per_length
         power = unit.up(everyone).square().sum(dim=1)
         rows["mixed_hh"].append(self._mixed(gate.square(), power, rows["hh"][0]))
+        main_gates: dict[float, Tensor] = {}
         for alpha in self.layout.alphas:
             scaled_gate, others = unit.scaled_gate(a, alpha), unit.scaled_up(everyone, alpha)
             scaled = scaled_gate * unit.scaled_up(b, alpha)
+            if alpha in self.layout.main_alphas:
+                main_gates[alpha] = scaled_gate
             compare("scaling", scaling_name(alpha), scaled, *plain)
             powers = (power, power) if others is everyone else _powers(others, unit.up(everyone))
             own, own_product = rows["scaling"][-1], (h * scaled).sum(dim=0).double()
@@ -130,9 +133,14 @@ class TileReducer:
         compare("balanced_placement", "balanced_placement", unit.placed_outside(a, balanced_b), *in_balance)
 
         for partner, pair_balance in zip(self._partners, self._pair_balance, strict=True):
-            key = pair_balance * b[:, partner]
+            other = b[:, partner]
+            key, plain_pair = pair_balance * other, gate * unit.up(other)
+            for alpha, scaled_gate in main_gates.items():
+                scaled = scaled_gate * unit.scaled_up(other, alpha)
+                add("repaired_scaling", scaled.square())
+                add("repaired_product", plain_pair * scaled)
             for kind, repaired, swapped in (
-                ("", gate * up[:, partner], gate_of_b[:, partner] * up_of_a),
+                ("", plain_pair, gate_of_b[:, partner] * up_of_a),
                 ("balanced_", gate * unit.up(key), unit.gate(key) * up_of_a),
             ):
                 add(f"repaired_{kind}hh", repaired.square())

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from tqdm import tqdm
 from transformer_lens.hook_points import HookPoint
@@ -68,20 +68,18 @@ def analyze(
     started = time.perf_counter()
     sites = select_sites(model, layers)
     geometry = {layer: Geometry.of(site.q, site.k, site.v, site.gain) for layer, site in sites.items()}
-    moments = collect(
-        model,
-        corpus,
-        sites,
-        geometry,
-        alphas=alphas,
-        draws=draws,
-        batch_size=batch_size,
-        seed=seed,
-        quiet=quiet,
-    )
+    partners = {layer: derangements(len(site.q), draws, seed + layer) for layer, site in sites.items()}
+    moments = collect(model, corpus, sites, geometry, partners, alphas=alphas, batch_size=batch_size, quiet=quiet)
     controls = controls_of(model, corpus, sites, seed)
     found = {
-        layer: Layer(site.unit, moments[layer], geometry[layer], site.gain_source, _interaction_antisymmetry(site))
+        layer: Layer(
+            unit=site.unit,
+            moments=moments[layer],
+            geometry=geometry[layer],
+            gain=site.gain_source,
+            interaction_antisymmetry=_interaction_antisymmetry(site),
+            partners=partners[layer],
+        )
         for layer, site in sites.items()
     }
     asked = range(model.description["n_layers"]) if layers is None else layers
@@ -149,19 +147,17 @@ def collect(
     corpus: Corpus,
     sites: dict[int, Site],
     geometry: dict[int, Geometry],
+    partners: dict[int, Int64[Tensor, "draw d_mlp"]],
     *,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
-    draws: int = DEFAULT_DRAWS,
     batch_size: int = DEFAULT_BATCH,
-    seed: int = 0,
     quiet: bool = False,
 ) -> dict[int, Moments]:
     """The moments of every site over the corpus, in one pass."""
     streams: dict[int, LayerStream] = {}
     for layer, site in sites.items():
-        partners = derangements(site.q.shape[0], draws, seed + layer)
-        pairing = geometry[layer].pairing(site.q, site.k, site.gain, partners)
-        layout = Layout.of(site.unit, alphas, draws)
+        pairing = geometry[layer].pairing(site.q, site.k, site.gain, partners[layer])
+        layout = Layout.of(site.unit, alphas, len(partners[layer]))
         reduce = TileReducer(site.unit, layout, geometry[layer], pairing, site.q.device, site.q.dtype)
         streams[layer] = LayerStream(site, reduce, corpus)
     with tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar:

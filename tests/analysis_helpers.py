@@ -145,7 +145,7 @@ class Case:
     @cached_property
     def estimates(self) -> Estimates:
         """The layer's numbers."""
-        return Estimates(self.unit, self.moments, self.geometry)
+        return Estimates(self.unit, self.moments, self.geometry, self.partners)
 
     def moments_of(self, a: Tensor, b: Tensor, block: int = 0, window: Window | None = None) -> Moments:
         """The moments of one sequence of this layer: all its tokens are counted, and token t has the id t."""

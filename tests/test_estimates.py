@@ -12,6 +12,7 @@ from analysis import measures
 from analysis.jackknife import pooled_error
 from analysis.moments import BLOCK_RATIO_BINS, N_BLOCKS, RATIO_BINS
 from analysis.nulls import Law, gaussian_nulls
+from analysis.pairing import pairing_variance
 from analysis.sums import scaling_name
 from analysis.units import Unit, unit_named
 from tests import reference
@@ -116,8 +117,33 @@ def test_the_error_of_a_layers_excess_is_that_of_the_difference() -> None:
     without = [sum_of(parts[:k] + parts[k + 1 :]) for k in range(N_BLOCKS)]
     for name in ("exchange", "exchange_balanced", "scaling_double"):
         own, null = measures.LAYER_MEASURES[name], measures.REPAIRED_NULLS[name]
-        expected = reference.jackknife([float(own(sums) - null(sums)) for sums in without])
+        tokens = reference.jackknife([float(own(sums) - null(sums)) for sums in without])
+        expected = (tokens**2 + pairing_chance(case, name)) ** 0.5
         assert case.estimates.layer_numbers()[f"{name}_excess_repaired_se"] == pytest.approx(expected, rel=1e-9)
+
+
+def pairing_chance(case: Case, name: str) -> float:
+    """What the pairing adds to the variance of an excess: from the numbers of every pairing, one by one."""
+    a, b, w = case.grids
+    g, sums, totals = scalar_unit(case.unit), [], []
+    for partner, balance in zip(case.partners.tolist(), case.pairing.balance.tolist(), strict=True):
+        for j, p in enumerate(partner):
+            own = [[row[j]] for row in a]
+            if name == "scaling_double":
+                ratio = float(case.geometry.norm_k[j] / case.geometry.norm_k[p])
+                pair = reference.apply(g, own, other := [[ratio * row[p]] for row in b])
+                changed = reference.apply(g, [[2 * x] for [x] in own], [[y / 2] for [y] in other])
+            else:
+                beta, side = (1.0, 1.0) if name == "exchange" else (float(case.balance[j]), balance[j])
+                pair = [[g(x, side * row[p]) / beta] for [x], row in zip(own, b, strict=True)]
+                changed = [[g(side * row[p], x) / beta] for [x], row in zip(own, b, strict=True)]
+            gap = sum((x - y) ** 2 for [x], [y] in zip(pair, changed, strict=True))
+            scale = 2 * sum(x * x + y * y for [x], [y] in zip(pair, changed, strict=True))
+            sums.append(w[j] * gap), totals.append(w[j] * scale)
+    shape = case.partners.shape
+    gaps, scales = (torch.tensor(x, dtype=torch.float64).reshape(shape) for x in (sums, totals))
+    parts = (gaps - gaps.sum() / scales.sum() * scales) / (scales.sum() / shape[0])
+    return pairing_variance(parts, case.partners) * (1 if name == "scaling_double" else 1 + 1 / shape[0])
 
 
 def sum_of(parts: list[Any]) -> Any:
