@@ -1,10 +1,10 @@
 """How much a layer's number owes to which neuron was paired with which.
 
 A number of a layer with its neurons paired at random is, to first order, Σ_j u(j, π(j)) over the pairs of a random
-permutation π. Its variance is that of the interaction part of u: what a pairing does beyond the neuron's own part α_j and its
-partner's γ_p, which every permutation holds in full (Hoeffding 1951, Ann. Math. Statist. 22, 558). A few pairings of all
-neurons tell that part from the others, because each neuron and each partner is seen once in every one of them. The noise of
-few tokens counts as interaction too, so the estimate errs to the safe side.
+permutation π. Its variance is that of the interaction part of u: what a pairing does beyond the neuron's own part α_j and
+its partner's γ_p, which every permutation holds in full (Hoeffding 1951, Ann. Math. Statist. 22, 558). A few pairings of
+all neurons tell that part from the others, because each neuron and each partner is seen once in every one of them. The
+noise of few tokens counts as interaction too, so the estimate errs to the safe side.
 """
 
 import torch
