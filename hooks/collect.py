@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
@@ -80,13 +81,31 @@ def analyze(
         quiet=quiet,
     )
     controls = controls_of(model, corpus, sites, seed)
-    found = {
-        layer: Layer(site.unit, moments[layer], geometry[layer], site.gain_source, _interaction_antisymmetry(site))
-        for layer, site in sites.items()
-    }
+    found = {layer: layer_of(site, moments[layer], geometry[layer]) for layer, site in sites.items()}
     asked = range(model.description["n_layers"]) if layers is None else layers
     skipped = {layer: reason for layer, reason in model.skipped.items() if layer in asked}
-    settings = {
+    record = {
+        "batch_size": batch_size,
+        "wall_time_s": round(time.perf_counter() - started, 2),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    return Run(
+        layers=found,
+        model=model.description,
+        settings=settings_of(model, corpus, alphas, draws, seed),
+        corpus=(corpus.description,),
+        windows=corpus.window_keys,
+        acceptance=acceptance_of(model, corpus, sites, moments, controls),
+        controls=controls,
+        token_texts=_token_texts(model, found),
+        skipped=skipped,
+        record=machine_of(model) | record,
+    )
+
+
+def settings_of(model: LoadedModel, corpus: Corpus, alphas: Sequence[float], draws: int, seed: int) -> dict[str, Any]:
+    """How a corpus is read, as a run's provenance has it."""
+    return {
         "context": corpus.context,
         "bos": model.bos,
         "skip_positions": corpus.skip_positions,
@@ -97,26 +116,13 @@ def analyze(
         "seed": seed,
         "accumulation": f"products in float32 or the model's dtype if wider, tiles of {TILE} tokens, sums in float64",
     }
-    record = {
-        "device": _device_name(model.device),
-        "batch_size": batch_size,
-        "wall_time_s": round(time.perf_counter() - started, 2),
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"gated-mlp-symmetry": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in VERSIONED},
-    }
-    return Run(
-        layers=found,
-        model=model.description,
-        settings=settings,
-        corpus=(corpus.description,),
-        windows=corpus.window_keys,
-        acceptance=acceptance_of(model, corpus, sites, moments, controls),
-        controls=controls,
-        token_texts=_token_texts(model, found),
-        skipped=skipped,
-        record=record,
-    )
+
+
+def machine_of(model: LoadedModel) -> dict[str, Any]:
+    """On what and with which versions it is read."""
+    versions = {"gated-mlp-symmetry": __version__, "python": platform.python_version()}
+    versions |= {name: version(name) for name in VERSIONED}
+    return {"device": _device_name(model.device), "versions": versions}
 
 
 def _token_texts(model: LoadedModel, layers: dict[int, Layer]) -> dict[int, str]:
@@ -157,20 +163,38 @@ def collect(
     quiet: bool = False,
 ) -> dict[int, Moments]:
     """The moments of every site over the corpus, in one pass."""
-    streams: dict[int, LayerStream] = {}
-    for layer, site in sites.items():
-        partners = derangements(site.q.shape[0], draws, seed + layer)
-        pairing = geometry[layer].pairing(site.q, site.k, site.gain, partners)
-        layout = Layout.of(site.unit, alphas, draws)
-        reduce = TileReducer(site.unit, layout, geometry[layer], pairing, site.q.device, site.q.dtype)
-        streams[layer] = LayerStream(site, reduce, corpus)
+    streams = {
+        layer: LayerStream.of(site, geometry[layer], corpus, alphas, draws, seed + layer) for layer, site in sites.items()
+    }
+    read_through(model, corpus, list(streams.values()), batch_size=batch_size, quiet=quiet)
+    return {layer: stream.accumulator.moments() for layer, stream in streams.items()}
+
+
+class Stream(Protocol):
+    """What listens to one layer while the corpus is read."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether everything taken in so far was finite."""
+
+    def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
+        """Hooks for one pass over these windows."""
+
+
+def read_through(
+    model: LoadedModel, corpus: Corpus, streams: Sequence[Stream], *, batch_size: int, quiet: bool = False
+) -> None:
+    """One pass over the corpus, no further than the last layer that is listened to; UserError if something overflowed."""
+    last_layer = max(stream.layer for stream in streams)
     with tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar:
         for batch in _batches(corpus.windows, batch_size):
-            hooks = [hook for stream in streams.values() for hook in stream.hooks(batch)]
-            last = forward(model, batch, hooks, last_layer=max(sites))
+            hooks = [hook for stream in streams for hook in stream.hooks(batch)]
+            last = forward(model, batch, hooks, last_layer=last_layer)
             _check_finite(streams, last, batch, model.description["dtype"])
             bar.update(sum(len(window.tokens) for window in batch))
-    return {layer: stream.accumulator.moments() for layer, stream in streams.items()}
 
 
 class LayerStream:
@@ -179,6 +203,23 @@ class LayerStream:
     def __init__(self, site: Site, reduce: TileReducer, corpus: Corpus) -> None:
         self.accumulator = Accumulator(site.q.shape[0], reduce)
         self._site, self._corpus = site, corpus
+
+    @classmethod
+    def of(
+        cls, site: Site, geometry: Geometry, corpus: Corpus, alphas: Sequence[float], draws: int, seed: int
+    ) -> "LayerStream":
+        """Empty, with re-pairings drawn by the seed."""
+        pairing = geometry.pairing(site.q, site.k, site.gain, derangements(site.q.shape[0], draws, seed))
+        layout = Layout.of(site.unit, alphas, draws)
+        return cls(site, TileReducer(site.unit, layout, geometry, pairing, site.q.device, site.q.dtype), corpus)
+
+    @property
+    def layer(self) -> int:
+        return self._site.layer
+
+    @property
+    def is_finite(self) -> bool:
+        return self.accumulator.is_finite
 
     def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
         """Hooks for one pass over these windows; a and b may come in either order."""
@@ -199,8 +240,10 @@ class LayerStream:
             self.accumulator.add(a[row, :length], b[row, :length], window, self._corpus.block_of(window))
 
 
-def _interaction_antisymmetry(site: Site) -> float:
-    return antisymmetric_share(site.q * site.gain, site.k * site.gain, site.v)
+def layer_of(site: Site, moments: Moments, geometry: Geometry) -> Layer:
+    """A site with what was seen of it."""
+    antisymmetry = antisymmetric_share(site.q * site.gain, site.k * site.gain, site.v)
+    return Layer(site.unit, moments, geometry, site.gain_source, antisymmetry)
 
 
 def _batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:
@@ -209,10 +252,10 @@ def _batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]
 
 
 def _check_finite(
-    streams: dict[int, LayerStream], last: Float[Tensor, "batch pos d_model"], batch: Sequence[Window], dtype: str
+    streams: Sequence[Stream], last: Float[Tensor, "batch pos d_model"], batch: Sequence[Window], dtype: str
 ) -> None:
     """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
-    where = [f"activations of layer {layer}" for layer, stream in streams.items() if not stream.accumulator.is_finite]
+    where = [f"activations of layer {stream.layer}" for stream in streams if not stream.is_finite]
     read = (torch.arange(last.shape[1]) < torch.tensor([len(window.tokens) for window in batch])[:, None]).to(last.device)
     if not where and not bool(last[read].isfinite().all()):
         where = ["the residual stream after the last layer read"]
