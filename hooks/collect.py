@@ -7,9 +7,10 @@ with the corpus: it is that of the forward pass plus one table of sums a layer.
 import platform
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -170,16 +171,20 @@ def collect(
     return {layer: stream.accumulator.moments() for layer, stream in streams.items()}
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """What listens to one layer while the corpus is read."""
 
     @property
-    def layer(self) -> int: ...
+    @abstractmethod
+    def layer(self) -> int:
+        """The layer it listens to."""
 
     @property
+    @abstractmethod
     def is_finite(self) -> bool:
         """Whether everything taken in so far was finite."""
 
+    @abstractmethod
     def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
         """Hooks for one pass over these windows."""
 
@@ -197,7 +202,7 @@ def read_through(
             bar.update(sum(len(window.tokens) for window in batch))
 
 
-class LayerStream:
+class LayerStream(Stream):
     """The moments of one site as they grow: a and b are kept until both have been seen, then reduced and let go."""
 
     def __init__(self, site: Site, reduce: TileReducer, corpus: Corpus) -> None:

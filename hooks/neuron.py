@@ -22,7 +22,7 @@ from analysis.readouts import Readout, Similar, cosines, ends, excitation, neare
 from analysis.run import Layer, Run
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from analysis.window import Window
-from hooks.collect import LayerStream, layer_of, machine_of, read_through, select_sites, settings_of
+from hooks.collect import LayerStream, Stream, layer_of, machine_of, read_through, select_sites, settings_of
 from hooks.corpus import Corpus
 from hooks.forward import HookFunction
 from hooks.models import LoadedModel
@@ -102,7 +102,7 @@ def inspect_neuron(
     )
 
 
-class NeuronStream:
+class NeuronStream(Stream):
     """One neuron as it is read: only its own a and b are kept, until both have been seen."""
 
     def __init__(self, site: Site, neuron: int, size: int) -> None:

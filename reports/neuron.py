@@ -81,9 +81,9 @@ def standing(columns: Columns, at: int) -> DataFrame:
             row[part] = float(columns[f"{name}_{part}"][at]) if f"{name}_{part}" in columns else np.nan
         row |= {"layer_median": float(np.median(known)) if len(known) else np.nan}
         missing = not np.isfinite(value)
-        row |= {"rank": pd.NA if missing else above + 1, "of": len(known)}
+        row |= {"rank": np.nan if missing else above + 1, "of": len(known)}
         rows.append(row | {"percentile": np.nan if missing else 50 * (below + len(known) - above) / len(known)})
-    return DataFrame(rows).set_index("name").astype({"rank": "Int64"})
+    return DataFrame(rows).set_index("name")
 
 
 def histogram(values: np.ndarray, at: int) -> Histogram | None:
@@ -157,9 +157,10 @@ def sentences(record: NeuronRecord, table: DataFrame, parts: DataFrame) -> Itera
     score, cosine = table.loc["score"], table.loc["cos_qk"]
     yield (
         f"Its score ‖q‖‖k‖‖v‖ is {score['value']:.3g}, {score['value'] / score['layer_median']:.3g} times the layer's "
-        f"median: {_place(score)}. Query and key have the cosine {_signed(cosine['value'])} (layer median "
-        f"{_signed(cosine['layer_median'])})."
+        f"median: {_place(score)}."
     )
+    if np.isfinite(cosine["value"]):
+        yield f"Query and key have the cosine {_signed(cosine['value'])} (layer median {_signed(cosine['layer_median'])})."
     if parts["energy"].isna().any():
         yield "h was 0 on every counted token, so that its ratios are undefined."
     else:

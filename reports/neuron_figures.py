@@ -34,16 +34,18 @@ def response(record: NeuronRecord) -> Figure:
     size = _size(record) or max(float(np.abs(here).max()), float(np.abs(mirrored).max())) or 1.0
     steps = np.linspace(-1, 1, LEVELS)
     levels = size * np.sign(steps) * steps**2  # small values stay visible beside large ones
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2, sharex=True, sharey=True)
+    figure = Figure(figsize=(10, 4.6))
+    grid = figure.add_gridspec(1, 3, width_ratios=(1, 1, 0.04), left=0.07, right=0.92, bottom=0.11, top=0.92, wspace=0.06)
+    left, right, beside = (figure.add_subplot(cell) for cell in grid)
     surface = _surface(left, here, reach, levels)
     _surface(right, mirrored, reach, levels)
     for ax, title in ((left, "g(a, b), as it is"), (right, "g(b, a), exchanged")):
         _tokens(ax, a, b, reach)
         ax.set(title=title, xlabel="gate pre-activation a", xlim=(-reach[0], reach[0]), ylim=(-reach[1], reach[1]))
     left.set_ylabel("up pre-activation b")
+    right.tick_params(labelleft=False)
     ticks = levels[[0, 2, 4, 8, 12, 14, 16]]
-    bar = figure.colorbar(surface, ax=[left, right], label="h", ticks=ticks)
+    bar = figure.colorbar(surface, cax=beside, label="h", ticks=ticks)
     bar.ax.set_yticklabels([f"{tick:.3g}".replace("-", "−") for tick in ticks])
     return figure
 
@@ -78,9 +80,9 @@ def scaling_curve(curve: DataFrame, ax: Axes) -> Axes:
 
 
 def _curve(curve: DataFrame) -> Figure:
-    figure = Figure(figsize=(7.5, 3.8), layout="constrained")
-    ax = scaling_curve(curve, figure.add_subplot())
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure = Figure(figsize=(7.5, 3.8))
+    ax = scaling_curve(curve, figure.add_axes((0.1, 0.26, 0.87, 0.7)))
+    figure.legend(*ax.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8, frameon=False)
     return figure
 
 
