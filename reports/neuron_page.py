@@ -200,9 +200,8 @@ def _captions(record: NeuronRecord) -> dict[str, tuple[str, str]]:
 
 
 def _cut(text: str) -> str:
-    """A token as it is drawn: line ends and tabs as arrows, for which every font has a picture; cut where it is long."""
-    shown = text.replace("\n", "↵").replace("\t", "⇥")
-    return shown if len(shown) <= TOKEN_LENGTH else f"{shown[:TOKEN_LENGTH]}…"
+    """A token as it is drawn: cut where it is long."""
+    return text if len(text) <= TOKEN_LENGTH else f"{text[:TOKEN_LENGTH]}…"
 
 
 def _largest(record: NeuronRecord) -> float:
