@@ -102,6 +102,13 @@ def test_what_is_kept_is_what_a_plain_loop_over_everything_would_keep() -> None:
         torch.testing.assert_close(strongest.h.abs(), torch.tensor([-h for h, _, _ in expected]).double())
 
 
+def test_a_token_on_which_it_is_silent_is_no_context() -> None:
+    silent = random_windows(3)[2]
+    seen = seen_of([silent], 4)
+    assert seen.n_tokens == silent[0].n_counted == len(seen.sample.keys)
+    assert all(len(strongest.h) == 0 for strongest in seen.strongest)
+
+
 def test_grouping_and_order_change_nothing() -> None:
     windows = random_windows(30)
     whole = seen_of(windows, 4)
