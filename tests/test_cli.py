@@ -20,7 +20,8 @@ from run_analysis import app, parse_layers
 
 ROOT = Path(__file__).parent.parent
 QUICK = ["--context", "32", "--tokens", "160", "--device", "cpu"]
-FILES = {"run.json", "moments.safetensors", "layers.csv", "neurons.parquet", "curves.csv", "extremes.csv", "figures"}
+SPREADSHEETS = {"layers.csv", "curves.csv", "extremes.csv"}
+FILES = {"run.json", "moments.safetensors", "neurons.parquet", "report.html", "figures", *SPREADSHEETS}
 
 
 def call(*arguments: object) -> tuple[int, str, str]:

@@ -110,7 +110,7 @@ def test_a_directory_holds_everything_and_reads_back(run: Run, tmp_path: Path) -
     write_directory(run, tmp_path / "out")
     names = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
     figures = {f"figures/{name}.png" for name in ("exchange", "measures", "neurons", "scaling")}
-    assert names == {"run.json", "moments.safetensors", "neurons.parquet", *SPREADSHEETS} | figures
+    assert names == {"run.json", "report.html", "moments.safetensors", "neurons.parquet", *SPREADSHEETS} | figures
     again = tables_of(Run.load(tmp_path / "out"))
     for name in SPREADSHEETS:
         pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out" / name), getattr(again, name.removesuffix(".csv")))
