@@ -14,6 +14,7 @@ from analysis.discovery import FALSE_DISCOVERY_RATE
 from analysis.errors import UserError
 from analysis.neuron import NeuronRecord
 from analysis.sums import QUADRANTS, scaling_name
+from reports.page import standard_error
 
 WEIGHTS = {
     "norm_q": "‖q‖, norm gain folded",
@@ -216,7 +217,7 @@ def _place(row: pd.Series) -> str:
 
 
 def _with_error(row: pd.Series) -> str:
-    return f"{row['value']:.3f}" + (f" ± {row['se']:.2g}" if np.isfinite(row["se"]) else "")
+    return f"{row['value']:.3f}" + (f" ± {standard_error(row['se'])}" if np.isfinite(row["se"]) else "")
 
 
 def _differs(record: NeuronRecord) -> str:

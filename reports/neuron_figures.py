@@ -36,7 +36,7 @@ def response(record: NeuronRecord) -> Figure:
     levels = size * np.sign(steps) * steps**2  # small values stay visible beside large ones
     figure = Figure(figsize=(10, 4.6))
     grid = figure.add_gridspec(1, 3, width_ratios=(1, 1, 0.04), left=0.07, right=0.92, bottom=0.11, top=0.92, wspace=0.06)
-    left, right, beside = (figure.add_subplot(cell) for cell in grid)
+    left, right, beside = (figure.add_subplot(grid[0, column]) for column in range(3))
     surface = _surface(left, here, reach, levels)
     _surface(right, mirrored, reach, levels)
     for ax, title in ((left, "g(a, b), as it is"), (right, "g(b, a), exchanged")):
@@ -99,8 +99,9 @@ def _surface(ax: Axes, values: np.ndarray, reach: tuple[float, float], levels: n
 def _tokens(ax: Axes, a: np.ndarray, b: np.ndarray, reach: tuple[float, float]) -> None:
     beyond = (np.abs(a) > reach[0]) | (np.abs(b) > reach[1])
     ax.plot(a[~beyond], b[~beyond], ".", color=DOT, markersize=2.5, alpha=0.5)
-    edges = np.clip(a[beyond], -reach[0], reach[0]), np.clip(b[beyond], -reach[1], reach[1])
-    ax.plot(*edges, "x", color=DOT, markersize=4, clip_on=False)
+    last = 0.985 * reach[0], 0.985 * reach[1]  # a cross is as wide as that
+    edges = np.clip(a[beyond], -last[0], last[0]), np.clip(b[beyond], -last[1], last[1])
+    ax.plot(*edges, "x", color=DOT, markersize=4)
 
 
 def _size(record: NeuronRecord) -> float:
