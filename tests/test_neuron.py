@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from analysis.errors import UserError
 from analysis.neuron import AFTER, BEFORE, SAMPLED, Context, NeuronRecord, Seen, by_quadrant
@@ -30,7 +30,7 @@ from reports.neuron_page import NeuronPage
 from tests.hostile import CORPUS, SCRIPT, hostile_tokenizer
 from tests.test_cli import call, refused
 from tests.test_html import Page
-from tests.tiny import save_tiny, tiny_model
+from tests.tiny import save_tiny, tiny_model, train_tokenizer
 
 SILU = unit_named("silu")
 PRODUCT = unit_named("linear")
@@ -193,6 +193,15 @@ def test_readouts_are_the_models_own_matrices(
         best = model.tokenizer.decode([int(np.argmax(values))])
         assert readout.highest[0][0] == best
     assert found.output_gain == ("ln_final, γ = 1 + weight" if output_offset else "ln_final, γ = weight")
+
+
+def test_rows_beyond_the_tokenizer_are_no_tokens(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(300), pad_token="<pad>").save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), device="cpu")
+    found = inspect_neuron(model, model.read(context=32, max_tokens=64), "0:3", top=100, quiet=True)
+    assert {readout.tokens for readout in found.readouts.values()} == {len(model.tokenizer)}
+    assert len(model.tokenizer) < len(model.bridge.original_model.get_input_embeddings().weight)
 
 
 def test_readouts_of_vectors_with_equal_and_empty_rows() -> None:
