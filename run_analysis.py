@@ -211,6 +211,48 @@ def compare(
 
 @app.command()
 @errors_reported()
+def neuron(
+    model: Model,
+    place: Annotated[str, typer.Argument(metavar="LAYER:INDEX", help="The neuron, both numbers from 0, like 11:1229.")],
+    corpus: Annotated[str, typer.Option(help="As for analyze.")] = "sample",
+    tokens: Annotated[int, typer.Option(min=1, help="Stop reading after this many tokens.")] = 20_000,
+    context: Annotated[int, typer.Option(min=2, help="Tokens in a window, BOS included.")] = 256,
+    skip_positions: Annotated[int, typer.Option(min=0, help="Leading positions fed but not counted.")] = 1,
+    top: Annotated[int, typer.Option(min=1, max=100, help="Contexts of each sign pair, entries of every list.")] = 8,
+    run: Annotated[
+        Path | None, typer.Option(help="A run of this model: its numbers for the layer, and costs of edits if it has them.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the re-pairings.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    out: Annotated[Path | None, typer.Option(help="HTML file; default out/<model>-<LAYER>-<INDEX>.html.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is no page of a neuron.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show one neuron: its response, contexts, vocabulary and place in its layer, as one page."""
+    from hooks.corpus import check_windows
+    from hooks.models import load_model
+    from hooks.neuron import inspect_neuron, parse_neuron
+    from reports.neuron_page import NeuronPage, check_page
+
+    layer, index = parse_neuron(place)
+    usual = default_directory(model)
+    page_file = out or usual.with_name(f"{usual.name}-{layer}-{index}.html")
+    check_page(page_file, force)
+    check_windows(context, skip_positions, "0/1")
+    _announce(quiet)
+    subject = load_model(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
+    text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens)
+    page = NeuronPage(inspect_neuron(subject, text, (layer, index), top=top, run=run, seed=seed, quiet=quiet), _command())
+    page.write(page_file, force)
+    if not quiet:
+        print(f"{page!r}\nthe page is {page_file}")
+
+
+@app.command()
+@errors_reported()
 def theory(
     activation: Annotated[str | None, typer.Option(help="One activation, or gpt_oss; default all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -308,10 +350,14 @@ def _write(
 
 
 def _with_command(run: "Run") -> "Run":
-    """The run with the command line that made it in its record; bytes of it that are no UTF-8 as escapes."""
+    """The run with the command line that made it in its record."""
+    return replace(run, record=run.record | {"command": _command()})
+
+
+def _command() -> str:
+    """The command line; bytes of it that are no UTF-8 as escapes."""
     words = [*(["python"] if sys.argv[0].endswith(".py") else []), Path(sys.argv[0]).name, *sys.argv[1:]]
-    command = shlex.join(words).encode("utf-8", "backslashreplace").decode("utf-8")
-    return replace(run, record=run.record | {"command": command})
+    return shlex.join(words).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _announce(quiet: bool) -> None:

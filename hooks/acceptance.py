@@ -9,20 +9,19 @@ import torch
 from packaging.version import Version
 
 from analysis.activations import ALIASES
-from analysis.moments import Moments
+from analysis.run import Layer
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel
-from hooks.sites import Site
 
 MINIMAL = {"torch": "2.6", "transformers": "5.9", "transformer-lens": "4.3"}
 Record = dict[str, Any]
 
 
 def acceptance_of(
-    model: LoadedModel, corpus: Corpus, sites: dict[int, Site], moments: dict[int, Moments], controls: tuple[Record, ...]
+    model: LoadedModel, corpus: Corpus, layers: dict[int, Layer], controls: tuple[Record, ...]
 ) -> tuple[Record, ...]:
     """The checks made when the model was loaded, the controls in brief, and how it was read."""
-    return (*model.acceptance, *_controls(controls), *_reading(model, corpus, sites, moments))
+    return (*model.acceptance, *_controls(controls), *_reading(model, corpus, layers))
 
 
 def _controls(controls: tuple[Record, ...]) -> Iterator[Record]:
@@ -35,15 +34,15 @@ def _controls(controls: tuple[Record, ...]) -> Iterator[Record]:
         yield _check(what, worst["value"], worst["limit"], worst["passed"], "at most" if must_hold else "more than")
 
 
-def _reading(model: LoadedModel, corpus: Corpus, sites: dict[int, Site], moments: dict[int, Moments]) -> Iterator[Record]:
-    units = Counter(site.unit.name for site in sites.values())
+def _reading(model: LoadedModel, corpus: Corpus, layers: dict[int, Layer]) -> Iterator[Record]:
+    units = Counter(layer.unit.name for layer in layers.values())
     configured = [ALIASES.get(name, name) for name in model.description["activation_in_config"]]
     named = all(unit in configured for unit in units) or not configured
     yield _check(
         "activation, g(a, b) = σ(a)·b", _counted(units), f"configuration: {', '.join(configured) or 'silent'}", named
     )
 
-    sums = {values.dtype for m in moments.values() for values in (m.neuron.values, m.pooled.values)}
+    sums = {sums.values.dtype for layer in layers.values() for sums in (layer.moments.neuron, layer.moments.pooled)}
     precision = f"{model.description['dtype']} model, sums in {', '.join(str(t).removeprefix('torch.') for t in sums)}"
     yield _check("precision", precision, "sums in float64", sums == {torch.float64})
 
@@ -56,12 +55,12 @@ def _reading(model: LoadedModel, corpus: Corpus, sites: dict[int, Site], moments
     yield _check("counted positions", counted, f"from position {corpus.skip_positions} on", first >= corpus.skip_positions)
 
     yield _check(
-        "norm gain folded into q and k", _counted(Counter(site.gain_source for site in sites.values())), "proved", True
+        "norm gain folded into q and k", _counted(Counter(layer.gain for layer in layers.values())), "proved", True
     )
 
     n_layers = model.description["n_layers"]
     left_out = "" if not model.skipped else f", skipped: {', '.join(map(str, model.skipped))}"
-    yield _check("layers analysed", f"{len(sites)} of {n_layers}{left_out}", "each proved on a probe", bool(sites))
+    yield _check("layers analysed", f"{len(layers)} of {n_layers}{left_out}", "each proved on a probe", bool(layers))
 
     versions = {name: version(name) for name in MINIMAL}
     recent = all(Version(versions[name]) >= Version(least) for name, least in MINIMAL.items())

@@ -7,20 +7,22 @@ with the corpus: it is that of the forward pass plus one table of sums a layer.
 import platform
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 from transformer_lens.hook_points import HookPoint
 
 from analysis import __version__
 from analysis.errors import UserError
-from analysis.geometry import Geometry, derangements
+from analysis.geometry import Geometry, Pairing, derangements
 from analysis.interactions import antisymmetric_share
-from analysis.moments import N_BLOCKS, N_GROUPS, Accumulator, Moments
+from analysis.moments import N_BLOCKS, N_GROUPS, Accumulator
 from analysis.run import Layer, Run
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS, Layout
 from analysis.tile import TILE, TileReducer
@@ -67,24 +69,32 @@ def analyze(
         raise UserError(f"a batch of {batch_size} windows cannot be read: use at least 1")
     started = time.perf_counter()
     sites = select_sites(model, layers)
-    geometry = {layer: Geometry.of(site.q, site.k, site.v, site.gain) for layer, site in sites.items()}
-    partners = {layer: derangements(len(site.q), draws, seed + layer) for layer, site in sites.items()}
-    moments = collect(model, corpus, sites, geometry, partners, alphas=alphas, batch_size=batch_size, quiet=quiet)
+    found = collect(model, corpus, sites, alphas=alphas, draws=draws, batch_size=batch_size, seed=seed, quiet=quiet)
     controls = controls_of(model, corpus, sites, seed)
-    found = {
-        layer: Layer(
-            unit=site.unit,
-            moments=moments[layer],
-            geometry=geometry[layer],
-            gain=site.gain_source,
-            interaction_antisymmetry=_interaction_antisymmetry(site),
-            partners=partners[layer],
-        )
-        for layer, site in sites.items()
-    }
     asked = range(model.description["n_layers"]) if layers is None else layers
     skipped = {layer: reason for layer, reason in model.skipped.items() if layer in asked}
-    settings = {
+    record = {
+        "batch_size": batch_size,
+        "wall_time_s": round(time.perf_counter() - started, 2),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    return Run(
+        layers=found,
+        model=model.description,
+        settings=settings_of(model, corpus, alphas, draws, seed),
+        corpus=(corpus.description,),
+        windows=corpus.window_keys,
+        acceptance=acceptance_of(model, corpus, found, controls),
+        controls=controls,
+        token_texts=_token_texts(model, found),
+        skipped=skipped,
+        record=machine_of(model) | record,
+    )
+
+
+def settings_of(model: LoadedModel, corpus: Corpus, alphas: Sequence[float], draws: int, seed: int) -> dict[str, Any]:
+    """How a corpus is read, as a run's provenance has it."""
+    return {
         "context": corpus.context,
         "bos": model.bos,
         "skip_positions": corpus.skip_positions,
@@ -95,26 +105,13 @@ def analyze(
         "seed": seed,
         "accumulation": f"products in float32 or the model's dtype if wider, tiles of {TILE} tokens, sums in float64",
     }
-    record = {
-        "device": _device_name(model.device),
-        "batch_size": batch_size,
-        "wall_time_s": round(time.perf_counter() - started, 2),
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {"gated-mlp-symmetry": __version__, "python": platform.python_version()}
-        | {name: version(name) for name in VERSIONED},
-    }
-    return Run(
-        layers=found,
-        model=model.description,
-        settings=settings,
-        corpus=(corpus.description,),
-        windows=corpus.window_keys,
-        acceptance=acceptance_of(model, corpus, sites, moments, controls),
-        controls=controls,
-        token_texts=_token_texts(model, found),
-        skipped=skipped,
-        record=record,
-    )
+
+
+def machine_of(model: LoadedModel) -> dict[str, Any]:
+    """On what and with which versions it is read."""
+    versions = {"gated-mlp-symmetry": __version__, "python": platform.python_version()}
+    versions |= {name: version(name) for name in VERSIONED}
+    return {"device": _device_name(model.device), "versions": versions}
 
 
 def _token_texts(model: LoadedModel, layers: dict[int, Layer]) -> dict[int, str]:
@@ -146,35 +143,84 @@ def collect(
     model: LoadedModel,
     corpus: Corpus,
     sites: dict[int, Site],
-    geometry: dict[int, Geometry],
-    partners: dict[int, Int64[Tensor, "draw d_mlp"]],
     *,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
+    draws: int = DEFAULT_DRAWS,
     batch_size: int = DEFAULT_BATCH,
+    seed: int = 0,
     quiet: bool = False,
-) -> dict[int, Moments]:
-    """The moments of every site over the corpus, in one pass."""
-    streams: dict[int, LayerStream] = {}
-    for layer, site in sites.items():
-        pairing = geometry[layer].pairing(site.q, site.k, site.gain, partners[layer])
-        layout = Layout.of(site.unit, alphas, len(partners[layer]))
-        reduce = TileReducer(site.unit, layout, geometry[layer], pairing, site.q.device, site.q.dtype)
-        streams[layer] = LayerStream(site, reduce, corpus)
+) -> dict[int, Layer]:
+    """Every site with what was seen of it over the corpus, in one pass."""
+    streams = {layer: LayerStream.of(site, corpus, alphas, draws, seed + layer) for layer, site in sites.items()}
+    read_through(model, corpus, list(streams.values()), batch_size=batch_size, quiet=quiet)
+    return {layer: stream.found() for layer, stream in streams.items()}
+
+
+class Stream(ABC):
+    """What listens to one layer while the corpus is read."""
+
+    @property
+    @abstractmethod
+    def layer(self) -> int:
+        """The layer it listens to."""
+
+    @property
+    @abstractmethod
+    def is_finite(self) -> bool:
+        """Whether everything taken in so far was finite."""
+
+    @abstractmethod
+    def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
+        """Hooks for one pass over these windows."""
+
+
+def read_through(
+    model: LoadedModel, corpus: Corpus, streams: Sequence[Stream], *, batch_size: int, quiet: bool = False
+) -> None:
+    """One pass over the corpus, no further than the last layer that is listened to; UserError if something overflowed."""
+    last_layer = max(stream.layer for stream in streams)
     with tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar:
         for batch in _batches(corpus.windows, batch_size):
-            hooks = [hook for stream in streams.values() for hook in stream.hooks(batch)]
-            last = forward(model, batch, hooks, last_layer=max(sites))
+            hooks = [hook for stream in streams for hook in stream.hooks(batch)]
+            last = forward(model, batch, hooks, last_layer=last_layer)
             _check_finite(streams, last, batch, model.description["dtype"])
             bar.update(sum(len(window.tokens) for window in batch))
-    return {layer: stream.accumulator.moments() for layer, stream in streams.items()}
 
 
-class LayerStream:
+class LayerStream(Stream):
     """The moments of one site as they grow: a and b are kept until both have been seen, then reduced and let go."""
 
-    def __init__(self, site: Site, reduce: TileReducer, corpus: Corpus) -> None:
-        self.accumulator = Accumulator(site.q.shape[0], reduce)
-        self._site, self._corpus = site, corpus
+    def __init__(self, site: Site, geometry: Geometry, pairing: Pairing, layout: Layout, corpus: Corpus) -> None:
+        reduce = TileReducer(site.unit, layout, geometry, pairing, site.q.device, site.q.dtype)
+        self._accumulator = Accumulator(site.q.shape[0], reduce)
+        self._site, self._geometry, self._partners, self._corpus = site, geometry, pairing.partners, corpus
+
+    @classmethod
+    def of(cls, site: Site, corpus: Corpus, alphas: Sequence[float], draws: int, seed: int) -> "LayerStream":
+        """Empty, with re-pairings drawn by the seed."""
+        geometry = Geometry.of(site.q, site.k, site.v, site.gain)
+        pairing = geometry.pairing(site.q, site.k, site.gain, derangements(len(site.q), draws, seed))
+        return cls(site, geometry, pairing, Layout.of(site.unit, alphas, draws), corpus)
+
+    def found(self) -> Layer:
+        """The layer with what was seen of it until now."""
+        site = self._site
+        return Layer(
+            unit=site.unit,
+            moments=self._accumulator.moments(),
+            geometry=self._geometry,
+            gain=site.gain_source,
+            interaction_antisymmetry=antisymmetric_share(site.q * site.gain, site.k * site.gain, site.v),
+            partners=self._partners,
+        )
+
+    @property
+    def layer(self) -> int:
+        return self._site.layer
+
+    @property
+    def is_finite(self) -> bool:
+        return self._accumulator.is_finite
 
     def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
         """Hooks for one pass over these windows; a and b may come in either order."""
@@ -192,11 +238,7 @@ class LayerStream:
     ) -> None:
         for row, window in enumerate(batch):
             length = len(window.tokens)
-            self.accumulator.add(a[row, :length], b[row, :length], window, self._corpus.block_of(window))
-
-
-def _interaction_antisymmetry(site: Site) -> float:
-    return antisymmetric_share(site.q * site.gain, site.k * site.gain, site.v)
+            self._accumulator.add(a[row, :length], b[row, :length], window, self._corpus.block_of(window))
 
 
 def _batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:
@@ -205,10 +247,10 @@ def _batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]
 
 
 def _check_finite(
-    streams: dict[int, LayerStream], last: Float[Tensor, "batch pos d_model"], batch: Sequence[Window], dtype: str
+    streams: Sequence[Stream], last: Float[Tensor, "batch pos d_model"], batch: Sequence[Window], dtype: str
 ) -> None:
     """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
-    where = [f"activations of layer {layer}" for layer, stream in streams.items() if not stream.accumulator.is_finite]
+    where = [f"activations of layer {stream.layer}" for stream in streams if not stream.is_finite]
     read = (torch.arange(last.shape[1]) < torch.tensor([len(window.tokens) for window in batch])[:, None]).to(last.device)
     if not where and not bool(last[read].isfinite().all()):
         where = ["the residual stream after the last layer read"]

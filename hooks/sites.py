@@ -99,6 +99,39 @@ def find_sites(bridge: TransformerBridge, probe: Int[Tensor, "batch pos"]) -> tu
     return sites, skipped
 
 
+@dataclass(frozen=True)
+class Ends:
+    """Where tokens enter the residual stream and where they leave it.
+
+    Attributes:
+        embedding, unembedding: one row a token, as the model holds them.
+        gain: gain of the norm before the unembedding, ones where none proves itself.
+        gain_source: which norm that is, in words.
+    """
+
+    embedding: Float[Tensor, "token d_model"]
+    unembedding: Float[Tensor, "token d_model"]
+    gain: Float[Tensor, " d_model"]
+    gain_source: str
+
+
+def find_ends(bridge: TransformerBridge, probe: Int[Tensor, "batch pos"], d_model: int) -> Ends | None:
+    """Both ends of the model, the norm's gain proved on a probe; None if they are not as wide as the residual stream."""
+    names = {end: f"ln_final.hook_{end}" for end in ("in", "out")} | {"read": "unembed.hook_in"}
+    tables = [getattr(getattr(bridge, end, None), "original_component", None) for end in ("embed", "unembed")]
+    weights = [table.weight.detach() for table in tables if isinstance(table, nn.Embedding | nn.Linear)]
+    if len(weights) < 2 or any(weight.shape[1] != d_model for weight in weights):
+        return None
+    seen, _ = _capture(bridge, probe, [name for name in names.values() if name in bridge.hook_dict])
+    before, after, read = (seen.get(names[end]) for end in ("in", "out", "read"))
+    gain, source = torch.ones_like(weights[1][0]), "none: the unembedding does not read a norm's output"
+    if before is not None and after is not None and read is not None and torch.equal(after, read):
+        found = _form_of_gain(bridge.ln_final.original_component, before, after)
+        gain, source = (gain, source) if found is None else (found[0], f"ln_final, {found[1]}")
+    embedding, unembedding = weights
+    return Ends(embedding, unembedding, gain, source)
+
+
 def describe_blocks(bridge: TransformerBridge) -> str:
     """What a model without any gated layer has instead, in one clause."""
     mlps = [getattr(block, "mlp", None) for block in bridge.blocks]
@@ -214,18 +247,23 @@ def _norm_gain(block: nn.Module, layer: int, x: Tensor, seen: dict[str, Tensor])
         before, after = (seen.get(f"blocks.{layer}.{name}.{end}") for end in ("hook_in", "hook_out"))
         if before is None or after is None or after.shape != x.shape or not torch.equal(after, x):
             continue
-        norm = getattr(block, name).original_component
-        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-        candidates = {"without gain": torch.ones_like(x[0])}
-        if weight is not None and weight.shape == x.shape[-1:]:
-            candidates = {"γ = weight": weight.detach(), "γ = 1 + weight": 1 + weight.detach()} | candidates
-        centered = before.double() - (before.double().mean(dim=-1, keepdim=True) if _centers(norm) else 0)
-        shifted = x.double() - (0 if bias is None else bias.detach().double())
-        errors = {form: _misalignment(shifted, gain.double() * centered) for form, gain in candidates.items()}
-        form = min(errors, key=errors.__getitem__)
-        if errors[form] <= OUTPUT_SLACK * TOLERANCE[x.dtype]:
-            return candidates[form], f"{name}, {form}"
+        found = _form_of_gain(getattr(block, name).original_component, before, x)
+        if found is not None:
+            return found[0], f"{name}, {found[1]}"
     return torch.ones_like(x[0]), "none: the MLP does not read a norm's output"
+
+
+def _form_of_gain(norm: nn.Module, before: Tensor, x: Tensor) -> tuple[Tensor, str] | None:
+    """Which gain, in which form, takes the norm's input to its output x; None if none does."""
+    weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+    candidates = {"without gain": torch.ones_like(x[0])}
+    if weight is not None and weight.shape == x.shape[-1:]:
+        candidates = {"γ = weight": weight.detach(), "γ = 1 + weight": 1 + weight.detach()} | candidates
+    centered = before.double() - (before.double().mean(dim=-1, keepdim=True) if _centers(norm) else 0)
+    shifted = x.double() - (0 if bias is None else bias.detach().double())
+    errors = {form: _misalignment(shifted, gain.double() * centered) for form, gain in candidates.items()}
+    form = min(errors, key=errors.__getitem__)
+    return (candidates[form], form) if errors[form] <= OUTPUT_SLACK * TOLERANCE[x.dtype] else None
 
 
 def _centers(norm: nn.Module) -> bool:

@@ -83,7 +83,7 @@ def measure_by_layer(layers: pd.DataFrame, ax: Axes, column: str, title: str = "
 def scaling_heatmap(curves: pd.DataFrame, ax: Axes) -> Axes:
     """Asymmetry under (a, b) → (αa, b/α), one row a layer and one column a scale."""
     grid = curves.pivot(index="layer", columns="alpha", values="asymmetry")
-    grid.columns = [_alpha_label(alpha) for alpha in grid.columns]
+    grid.columns = [alpha_label(alpha) for alpha in grid.columns]
     norm = PowerNorm(0.5, vmin=0, vmax=0.5)  # small asymmetries near α = 1 stay visible
     sns.heatmap(grid, ax=ax, cmap="viridis", norm=norm, cbar_kws={"label": "asymmetry"})
     ax.set(title="Scaling asymmetry A(g(a,b), g(αa, b/α))", xlabel="α", ylabel="layer")
@@ -157,6 +157,6 @@ def _by_layer(ax: Axes) -> Axes:
     return ax
 
 
-def _alpha_label(alpha: float) -> str:
+def alpha_label(alpha: float) -> str:
     named = {0.0: "→0", 0.125: "⅛", 0.25: "¼", 0.5: "½", np.inf: "→∞"}
     return named.get(alpha, f"{alpha:g}".replace("-", "−"))

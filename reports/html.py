@@ -140,7 +140,11 @@ def provenance(run: Run) -> dict[str, dict[str, str]]:
     """Model, settings, corpus and record as lines of text, by heading."""
     corpora = {f"corpus, part {place}": part for place, part in enumerate(run.corpus, start=1)}
     record = {key: value for key, value in run.record.items() if key != "command"}
-    parts = {"model": run.model, "settings": run.settings, **corpora, "record": record}
+    return lines({"model": run.model, "settings": run.settings, **corpora, "record": record})
+
+
+def lines(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Records as lines of text, by heading."""
     return {heading: {key: _line(value) for key, value in part.items()} for heading, part in parts.items()}
 
 

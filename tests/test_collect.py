@@ -121,14 +121,13 @@ def test_a_skipped_layer_is_named_with_its_reason(llama: LoadedModel) -> None:
 
 def test_activations_that_are_not_finite_are_refused_by_layer(tiny_llama: Path) -> None:
     model = load_model(str(tiny_llama), device="cpu")
-    geometry = {layer: Geometry.of(site.q, site.k, site.v, site.gain) for layer, site in model.sites.items()}
     with torch.no_grad():
         model.bridge.original_model.model.layers[1].mlp.up_proj.original_component.weight[5, 0] = torch.inf
     corpus = model.read(context=CONTEXT, max_tokens=200)
     with pytest.raises(
         UserError, match="activations of layer 1: NaN or infinite in windows 0-4, beyond what float32 holds"
     ):
-        collect(model, corpus, model.sites, geometry, quiet=True)
+        collect(model, corpus, model.sites, quiet=True)
 
 
 @pytest.mark.filterwarnings("ignore")  # looking at every object wakes lazy modules that warn
