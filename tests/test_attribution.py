@@ -129,11 +129,17 @@ def test_every_sequence_enters_the_error(
 
 def test_the_model_is_left_as_it_was(wide: LoadedModel, windows: tuple[Window, ...], edits: dict) -> None:
     weights = list(wide.bridge.original_model.parameters())
-    before = [(weight.requires_grad, weight.clone()) for weight in weights]
+    required = [weight.requires_grad for weight in weights]
+    for place, weight in enumerate(weights):
+        weight.requires_grad_(place % 2 == 0)
+    before = [(weight.requires_grad, weight.detach().clone()) for weight in weights]
     with torch.no_grad():  # also where the caller wants no gradients
         attribute(wide, windows[:1], edits)
-    for weight, (required, value) in zip(weights, before, strict=True):
-        assert weight.requires_grad == required
+    after = [weight.requires_grad for weight in weights]
+    for weight, now in zip(weights, required, strict=True):
+        weight.requires_grad_(now)
+    assert after == [needed for needed, _ in before]
+    for weight, (_, value) in zip(weights, before, strict=True):
         assert weight.grad is None
         assert torch.equal(weight, value)
 
