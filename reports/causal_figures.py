@@ -67,7 +67,7 @@ def attribution_against_exact(predicted: pd.Series, exact: pd.Series, ax: Axes, 
     ax.plot([-size, size], [-size, size], color="0.7", linewidth=0.8)
     ax.scatter(predicted, exact, s=6, color=COUNTED, alpha=0.6, linewidth=0)
     for axis in (ax.set_xscale, ax.set_yscale):
-        axis("symlog", linthresh=max(FLOOR, size / 1e4))
+        axis("symlog", linthresh=max(FLOOR, size / 1e3))
     ax.set(title=title, xlabel="attribution, nats per token", ylabel="exact ΔCE, nats per token")
     return ax
 
