@@ -143,15 +143,15 @@ def test_shown_columns_are_those_of_the_tables(tables: Tables) -> None:
 
 def test_a_section_is_there_only_if_its_data_are(run: Run, tables: Tables, figures: dict[str, Figure], html: str) -> None:
     assert CAUSAL.names not in html
-    assert CAPTIONS["causal"][0] not in html
+    assert CAPTIONS["causal_cost"][0] not in html
     layers = tables.layers.assign(kl_exchange=0.25, kl_exchange_se=0.01, kl_exchange_placebo=0.125)
     with_costs = Tables(layers, tables.neurons, tables.curves, tables.extremes)
-    more = report_html(run, with_costs, figures | {"causal": Figure(), "another": Figure()})
+    more = report_html(run, with_costs, figures | {"causal_cost": Figure(), "another": Figure()})
     assert CAUSAL.names in more
     assert "0.250 <small>± 0.010</small>" in more
     assert 'data-value="0.125"' in more
     order = [found[1] for found in re.finditer(r'<figure id="figure-(\w+)"', more)]
-    assert order == ["exchange", "causal", "scaling", "measures", "neurons", "another"]
+    assert order == ["exchange", "causal_cost", "scaling", "measures", "neurons", "another"]
     bare = Page(report_html(run, tables, {}))
     assert "figures" not in {attributes.get("id") for _, attributes in bare.elements}
     assert "The command was not recorded" in bare.text
