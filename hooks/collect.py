@@ -262,7 +262,8 @@ def _check_finite(
 
 def _watched() -> bool:
     """Whether somebody sees a progress bar: a terminal, or a notebook."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    ipython = sys.modules.get("IPython")
+    return sys.stderr.isatty() or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def _device_name(device: torch.device) -> str:
