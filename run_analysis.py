@@ -79,7 +79,7 @@ def analyze(
     corpus: Annotated[
         str, typer.Option(help="'sample', a text file, or a dataset: name[:configuration][:split].")
     ] = "sample",
-    tokens: Annotated[int, typer.Option(min=1, help="Stop reading after this many tokens.")] = 20_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Stop after the window that reaches this many tokens.")] = 20_000,
     layers: Annotated[str | None, typer.Option(help="Layers to analyze, like 0-5,11; default all.")] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window, BOS included.")] = 256,
     skip_positions: Annotated[int, typer.Option(min=0, help="Leading positions fed but not counted.")] = 1,
@@ -96,7 +96,8 @@ def analyze(
     ] = "attribution",
     edits: Annotated[str | None, typer.Option(help="Edits, like exchange,scale:2; default the usual ones.")] = None,
     causal_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens for --causal; default 1024, or 512 with an exact sweep.")
+        int | None,
+        typer.Option(min=1, help="Tokens for --causal, in whole windows, two at least; default 1024, or 512 with a sweep."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an exact sweep that was interrupted.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
@@ -122,6 +123,8 @@ def analyze(
     chosen = None if edits is None else parse_edits(edits)
     if causal not in MODES:
         raise UserError(f"unknown --causal {causal!r}: choose one of {', '.join(MODES)}")
+    if causal == "none" and (edits is not None or causal_tokens is not None):
+        raise UserError("--edits and --causal-tokens say what --causal measures, which is none: leave them out")
     if resume and causal not in ("exact", "both"):
         raise UserError(f"--resume goes on with an exact sweep, not with --causal {causal}: add --causal exact or both")
 
@@ -173,13 +176,16 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Make the tables, figures and report.html of a saved run anew."""
-    directory = out or run
-    check_writable(directory, force)
-    from analysis.causal import Causal
+    from analysis.causal import CAUSAL_FILE, Causal
     from analysis.run import Run
     from reports.directory import load_random
 
-    loaded = Run.load(run)
+    loaded, directory = Run.load(run), out or run
+    check_writable(directory, force)
+    if (run / "causal.csv").exists() and not (run / CAUSAL_FILE).exists():
+        raise UserError(
+            f"{run} has costs of edits but no {CAUSAL_FILE} to make them from: analyze again, or move causal*.csv"
+        )
     _write(loaded, directory, force, quiet, load_random(run, loaded), Causal.load(run), as_json)
 
 
@@ -215,7 +221,7 @@ def neuron(
     model: Model,
     place: Annotated[str, typer.Argument(metavar="LAYER:INDEX", help="The neuron, both numbers from 0, like 11:1229.")],
     corpus: Annotated[str, typer.Option(help="As for analyze.")] = "sample",
-    tokens: Annotated[int, typer.Option(min=1, help="Stop reading after this many tokens.")] = 20_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Stop after the window that reaches this many tokens.")] = 20_000,
     context: Annotated[int, typer.Option(min=2, help="Tokens in a window, BOS included.")] = 256,
     skip_positions: Annotated[int, typer.Option(min=0, help="Leading positions fed but not counted.")] = 1,
     top: Annotated[int, typer.Option(min=1, max=100, help="Contexts of each sign pair, entries of every list.")] = 8,

@@ -64,7 +64,10 @@ def exchange_null_repaired(sums: Sums) -> Values:
 
 
 def exchange_balanced_null_repaired(sums: Sums) -> Values:
-    """The same in the balanced gauge of each pair: the partner's key brought to the length and side of the query."""
+    """The same in the balanced gauge of each pair: the partner's key brought to the length and side of the query.
+
+    Its energies are weighted as if it had the length of the neuron's own key, so that the null is the same in every gauge.
+    """
     names = ("repaired_balanced_exchange_gap", "repaired_balanced_hh", "repaired_balanced_exchange")
     return asymmetry(*(sums[name].sum(dim=0) for name in names))
 

@@ -9,6 +9,7 @@ from analysis.directory import RUN_FILE, staged
 from analysis.run import Run
 from reports.causal import CausalTables
 from reports.causal_figures import draw_causal
+from reports.causal_summary import sentences
 from reports.figures import draw_all
 from reports.html import report_html
 from reports.tables import Tables, tables_of
@@ -52,7 +53,8 @@ def write_directory(
             figures |= draw_causal(costs.costs, costs.singly)
         for name, figure in figures.items():
             figure.savefig(folder / "figures" / f"{name}.png", dpi=DPI)
-        (folder / REPORT).write_text(report_html(run, tables, figures), encoding="utf-8")
+        said = [] if causal is None else sentences(causal, tables.layers)
+        (folder / REPORT).write_text(report_html(run, tables, figures, said), encoding="utf-8")
         written = {path.relative_to(folder) for path in folder.rglob("*")}
     for stale in (*directory.glob("causal*"), *directory.glob("figures/causal*")):  # of the run that was there before
         if stale.relative_to(directory) not in written:

@@ -4,7 +4,7 @@ Every section stands for itself and is there only if its data are: a figure, a c
 program adds to a run appears without a change here.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,15 +82,15 @@ class Cell:
     error: float | None = None
 
 
-def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure]) -> str:
-    """The page of a run: one file that needs no network."""
+def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: Iterable[str] = ()) -> str:
+    """The page of a run: one file that needs no network; ``costs`` are sentences about what edits cost."""
     layers = tables.layers
     causal = [name for name in layers if name.startswith(CAUSAL_PREFIXES) and not name.endswith(("_se", "_n"))]
     layer_columns = LAYER_COLUMNS | dict.fromkeys(causal, "nats per token")
     return render(
         "report.html",
         model=run.model,
-        verdict=list(verdict(run, tables)),
+        verdict=[*verdict(run, tables), *costs],
         remarks=list(remarks(run, layers)),
         acceptance=run.acceptance,
         controls=run.controls,

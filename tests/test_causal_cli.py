@@ -65,6 +65,12 @@ def test_attribution_is_what_comes_by_itself(tiny_llama: Path, same_model: Loade
     assert "To first order, on" in out
     layers = pd.read_csv(tmp_path / "run" / "layers.csv")
     assert "attribution_relu_limit" in layers
+    assert "To first order, on" in (tmp_path / "run" / "report.html").read_text()
+    (tmp_path / "run" / "causal.safetensors").rename(tmp_path / "elsewhere")
+    code, _, err = call("report", tmp_path / "run")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "has costs of edits but no causal.safetensors" in err
+    assert (tmp_path / "run" / "causal.csv").exists()
     assert "kl_exchange" not in layers
     assert call("analyze", tiny_llama, "--out", tmp_path / "run", "--causal", "none", *QUICK)[0] == 0
     assert not list((tmp_path / "run").glob("causal*"))
@@ -132,6 +138,7 @@ def test_a_failed_control_exits_with_1(
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
+        (["--causal", "none", "--edits", "flip"], "--edits and --causal-tokens say what --causal measures, which is none"),
         (["--causal", "some"], "unknown --causal 'some': choose one of none, attribution, exact, both"),
         (["--edits", "swap"], "unknown edit 'swap'"),
         (["--resume"], "--resume goes on with an exact sweep, not with --causal attribution"),

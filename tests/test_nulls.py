@@ -197,3 +197,19 @@ def test_default_scales_and_the_main_ones_all_have_a_null() -> None:
     layout = Layout.of(unit)
     assert set(DEFAULT_ALPHAS) < set(layout.alphas)
     assert all(parts.by_neuron.isfinite().all() for parts in nulls(unit, alphas=DEFAULT_ALPHAS).values())
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("width", [1.0, 4.3, 10.0])
+def test_a_scaling_null_is_right_where_a_is_wide_against_the_gate(name: str, width: float) -> None:
+    """Against an integral over 200,001 points, with E[b² | a] written out; a few Hermite nodes are off by half there."""
+    unit, mean_a, mean_b, std_b, rho = unit_named(name), -0.7, 0.4, 1.3, 0.6
+    law = Law(*(torch.tensor([value], dtype=torch.float64) for value in (mean_a, mean_b, width, std_b, rho)))
+    x = torch.linspace(-9, 9, 200_001, dtype=torch.float64)
+    a, squared = mean_a + width * x, (mean_b + rho * std_b * x) ** 2 + (1 - rho**2) * std_b**2
+    for alpha in (-1.0, 2.0, 8.0, math.inf):
+        before, after = unit.gate(a), unit.scaled_gate(a, alpha)
+        weight = torch.exp(-(x**2) / 2) * squared
+        expected = (weight * (before - after) ** 2).sum() / (2 * (weight * (before**2 + after**2)).sum())
+        null = gaussian_nulls(law, unit, torch.ones(1, dtype=torch.float64), (alpha,))[scaling_name(alpha)]
+        assert float(null.by_neuron) == pytest.approx(float(expected), rel=1e-3 if width < 5 else 1e-2)
