@@ -28,7 +28,7 @@ from analysis.units import Unit
 
 NODES = 64
 """Nodes and polynomials of exchange; with them a null is off by under 1 % even where a is 40 times wider than the gate."""
-PER_NODE, REACH = 8, 9.0
+PER_NODE, REACH = 6, 8.0
 """Points of the grid for scaling, as a multiple of the nodes, and how many standard deviations it reaches to each side."""
 
 Neurons = Float64[Tensor, " d_mlp"]

@@ -7,11 +7,20 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 from pathlib import Path
 
-import pytest
-import torch
+from jaxtyping import install_import_hook
 
-from hooks.models import LoadedModel, load_model
-from tests.tiny import save_tiny
+HOT = {"units", "activations", "tile"}
+"""Called a hundred times for every 64 tokens: checking their shapes each time would take most of the tests' time."""
+CHECKED = [
+    f"analysis.{file.stem}" for file in (Path(__file__).parent.parent / "analysis").glob("*.py") if file.stem not in HOT
+]
+install_import_hook([*CHECKED, "hooks", "reports"], "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from hooks.models import LoadedModel, load_model  # noqa: E402
+from tests.tiny import save_tiny  # noqa: E402
 
 torch.manual_seed(0)
 

@@ -73,6 +73,7 @@ def test_streamed_moments_are_those_of_cached_activations(smollm2: LoadedModel, 
     with torch.no_grad():
         for window in windows:
             plain(window.tokens[None])
+    table = layers_table(smollm2_run).set_index("layer")
     for layer in layers:
         a, b, h = (
             torch.cat([x[w.counted_from :] for w, x in zip(windows, cache[layer, name], strict=True)]) for name in "abh"
@@ -90,7 +91,7 @@ def test_streamed_moments_are_those_of_cached_activations(smollm2: LoadedModel, 
         torch.testing.assert_close(gap, ((h - doubled) ** 2).sum(0), rtol=1e-4, atol=1e-3)
         weight = plain.model.layers[layer].mlp.down_proj.weight.detach().double().square().sum(0)
         pooled = ((h - swapped) ** 2).sum(0) @ weight / (2 * (h**2 + swapped**2).sum(0) @ weight)
-        row = layers_table(smollm2_run).set_index("layer").loc[layer]
+        row = table.loc[layer]
         assert row["exchange"] == pytest.approx(pooled.item(), rel=1e-5)
         per_token = ((h - swapped) ** 2) @ weight / (2 * (h**2 + swapped**2) @ weight)
         assert row["exchange_token_median"] == pytest.approx(per_token.median().item(), abs=3e-4)
@@ -214,7 +215,7 @@ def test_what_the_interactions_of_smollm2_show(smollm2: LoadedModel) -> None:
 
 
 def test_gemma3_gives_eighteen_rows(gemma3: LoadedModel) -> None:
-    run = analyze(gemma3, gemma3.read(max_tokens=1500), quiet=True)
+    run = analyze(gemma3, gemma3.read(max_tokens=700), quiet=True)
     layers = layers_table(run)
     assert list(layers["layer"]) == list(range(18))
     assert np.isfinite(layers.to_numpy(dtype=float)).all()
