@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxtyping import install_import_hook
 
 HOT = {"units", "activations", "tile"}
-"""Called a hundred times for every 64 tokens: checking their shapes each time made the real models' tests a quarter slower."""
+"""Called a hundred times for every 64 tokens: checking their shapes made tests of real models a quarter slower."""
 CHECKED = [
     f"analysis.{file.stem}" for file in (Path(__file__).parent.parent / "analysis").glob("*.py") if file.stem not in HOT
 ]
