@@ -40,6 +40,13 @@ class Null(str, Enum):
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 Model = Annotated[str, typer.Argument(help="Built-in name, hub id (org/name), directory, or .gguf file.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Stop after the window that reaches this many tokens.")]
+Context = Annotated[int, typer.Option(min=2, help="Tokens in a window, BOS included.")]
+SkipPositions = Annotated[int, typer.Option(min=0, help="Leading positions fed but not counted.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 Out = Annotated[Path | None, typer.Option(help="Directory to write; default out/<model>.")]
 Force = Annotated[bool, typer.Option("--force", help="Write into a directory that holds something else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
@@ -79,10 +86,10 @@ def analyze(
     corpus: Annotated[
         str, typer.Option(help="'sample', a text file, or a dataset: name[:configuration][:split].")
     ] = "sample",
-    tokens: Annotated[int, typer.Option(min=1, help="Stop after the window that reaches this many tokens.")] = 20_000,
+    tokens: Tokens = 20_000,
     layers: Annotated[str | None, typer.Option(help="Layers to analyze, like 0-5,11; default all.")] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in a window, BOS included.")] = 256,
-    skip_positions: Annotated[int, typer.Option(min=0, help="Leading positions fed but not counted.")] = 1,
+    context: Context = 256,
+    skip_positions: SkipPositions = 1,
     alphas: Annotated[str, typer.Option(help="Scales α of (αa, b/α).")] = "-1,0.125,0.25,0.5,2,4,8",
     batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 8,
     shard: Annotated[str, typer.Option(help="K/N: read every N-th window from K on; merge the runs afterwards.")] = "0/1",
@@ -100,10 +107,10 @@ def analyze(
         typer.Option(min=1, help="Tokens for --causal, in whole windows, two at least; default 1024, or 512 with a sweep."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an exact sweep that was interrupted.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
     out: Out = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -176,17 +183,12 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Make the tables, figures and report.html of a saved run anew."""
-    from analysis.causal import CAUSAL_FILE, Causal
     from analysis.run import Run
-    from reports.directory import load_random
+    from reports.directory import load_causal, load_random
 
     loaded, directory = Run.load(run), out or run
     check_writable(directory, force)
-    if (run / "causal.csv").exists() and not (run / CAUSAL_FILE).exists():
-        raise UserError(
-            f"{run} has costs of edits but no {CAUSAL_FILE} to make them from: analyze again, or move causal*.csv"
-        )
-    _write(loaded, directory, force, quiet, load_random(run, loaded), Causal.load(run), as_json)
+    _write(loaded, directory, force, quiet, load_random(run, loaded), load_causal(run), as_json)
 
 
 @app.command()
@@ -221,18 +223,18 @@ def neuron(
     model: Model,
     place: Annotated[str, typer.Argument(metavar="LAYER:INDEX", help="The neuron, both numbers from 0, like 11:1229.")],
     corpus: Annotated[str, typer.Option(help="As for analyze.")] = "sample",
-    tokens: Annotated[int, typer.Option(min=1, help="Stop after the window that reaches this many tokens.")] = 20_000,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in a window, BOS included.")] = 256,
-    skip_positions: Annotated[int, typer.Option(min=0, help="Leading positions fed but not counted.")] = 1,
+    tokens: Tokens = 20_000,
+    context: Context = 256,
+    skip_positions: SkipPositions = 1,
     top: Annotated[int, typer.Option(min=1, max=100, help="Contexts of each sign pair, entries of every list.")] = 8,
     run: Annotated[
         Path | None, typer.Option(help="A run of this model: its numbers for the layer, and costs of edits if it has them.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the re-pairings.")] = 0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")] = "float32",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    revision: Revision = None,
+    trust_remote_code: RemoteCode = False,
     out: Annotated[Path | None, typer.Option(help="HTML file; default out/<model>-<LAYER>-<INDEX>.html.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Write over a file that is no page of a neuron.")] = False,
     quiet: Quiet = False,

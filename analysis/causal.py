@@ -28,7 +28,7 @@ from torch import Tensor
 from analysis.directory import RUN_FILE
 from analysis.errors import UserError
 from analysis.hashing import sha256_of
-from analysis.run import MOMENTS_FILE
+from analysis.run import MOMENTS_FILE, at_most
 
 CAUSAL_FILE = "causal.safetensors"
 CAUSAL_SCHEMA = 1
@@ -120,17 +120,9 @@ class Sweep:
         controls = [per_token(costs.control[0], self.n_tokens) for costs in self.layers.values()]
         misses = [per_token(costs.base - self.base, self.n_tokens).abs() for costs in self.layers.values()]
         control, miss = (float(torch.stack(values).max()) for values in (controls, misses))  # NaN if one of them is
-        values = (
-            ("KL of an edit that changes nothing, g(a, −3b)/−3, largest over layers", control, CONTROL_LIMIT[dtype]),
-            (
-                "cross-entropy from a layer on and from a whole pass, largest over layers",
-                miss,
-                BASE_LIMIT[dtype],
-            ),
-        )
-        return tuple(
-            {"check": name, "value": value, "limit": limit, "passed": value <= limit} for name, value, limit in values
-        )
+        nothing = "KL of an edit that changes nothing, g(a, −3b)/−3, largest over layers"
+        entry = "cross-entropy from a layer on and from a whole pass, largest over layers"
+        return at_most(nothing, control, CONTROL_LIMIT[dtype]), at_most(entry, miss, BASE_LIMIT[dtype])
 
 
 @dataclass(frozen=True)

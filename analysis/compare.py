@@ -17,7 +17,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from analysis import measures
-from analysis.jackknife import gate_positive_replicates, jackknife, neuron_replicates, pooled_replicates, t95
+from analysis.jackknife import bilinear_share_replicates, gate_positive_replicates, jackknife, pooled_replicates, t95
 from analysis.measures import LAYER_MEASURES
 from analysis.run import Layer, Run
 
@@ -42,7 +42,7 @@ class Estimate:
 def estimate(name: str, layer: Layer) -> Estimate:
     """One of ``COMPARED`` of a layer."""
     replicates = _replicates(name, layer)
-    return Estimate(_value(name, layer), float(jackknife(replicates)), len(replicates))
+    return Estimate(value_of(name, layer), float(jackknife(replicates)), len(replicates))
 
 
 def difference(name: str, first: Layer, second: Layer, paired: bool) -> Estimate:
@@ -56,7 +56,7 @@ def difference(name: str, first: Layer, second: Layer, paired: bool) -> Estimate
     """
     before, after = _replicates(name, first), _replicates(name, second)
     error = jackknife(after - before) if paired else torch.hypot(jackknife(before), jackknife(after))
-    return Estimate(_value(name, second) - _value(name, first), float(error), min(len(before), len(after)))
+    return Estimate(value_of(name, second) - value_of(name, first), float(error), min(len(before), len(after)))
 
 
 def same_windows(first: Run, second: Run) -> bool:
@@ -78,11 +78,8 @@ def same_shape(first: Run, second: Run) -> bool:
     )
 
 
-def _kind(layer: Layer) -> tuple[str, int]:
-    return layer.unit.name, len(layer.geometry.norm_v)
-
-
-def _value(name: str, layer: Layer) -> float:
+def value_of(name: str, layer: Layer) -> float:
+    """The number itself."""
     sums, weight = layer.moments.neuron, layer.geometry.value_weight
     if name == "bilinear_share":
         return measures.layer_bilinear_share(sums, weight)
@@ -93,11 +90,8 @@ def _value(name: str, layer: Layer) -> float:
 
 def _replicates(name: str, layer: Layer) -> Float64[Tensor, " block"]:
     """The number without each block, or without each group of blocks where it needs the neurons one by one."""
-    weight = layer.geometry.value_weight
     if name == "bilinear_share":
-        return neuron_replicates(
-            lambda sums, _: torch.tensor(measures.layer_bilinear_share(sums, weight), dtype=torch.float64), layer.moments
-        )
+        return bilinear_share_replicates(layer.geometry.value_weight, layer.moments)
     if name == "gate_positive":
         return gate_positive_replicates(layer.moments)
     return pooled_replicates(LAYER_MEASURES[name], layer.moments)

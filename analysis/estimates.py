@@ -18,9 +18,12 @@ from analysis import measures
 from analysis.discovery import false_discovery
 from analysis.geometry import Geometry
 from analysis.jackknife import (
+    bilinear_share_replicates,
     filled_blocks,
     gate_positive_error,
+    group_pooled_replicates,
     jackknife,
+    measure_replicates,
     neuron_error,
     neuron_replicates,
     pooled_error,
@@ -137,9 +140,10 @@ class Estimates:
         sums, weight = self.moments.neuron, self.geometry.value_weight
         columns: dict[str, Tensor] = {}
         for name, key in GAUSSIAN_NULLS.items():
+            replicates = measure_replicates(LAYER_MEASURES[name], self.moments)
             columns[name] = LAYER_MEASURES[name](sums)
-            columns[f"{name}_se"] = neuron_error(LAYER_MEASURES[name], self.moments)
-            columns |= self._neuron_nulls(name, key, columns[name])
+            columns[f"{name}_se"] = jackknife(replicates)
+            columns |= self._neuron_nulls(name, key, columns[name], replicates)
             if name in self.discoveries:
                 found = dict(zip(("p", "q", "differs"), self.discoveries[name], strict=True))
                 columns |= {f"{name}_repaired_{part}": values for part, values in found.items()}
@@ -158,8 +162,7 @@ class Estimates:
 
     def curve_numbers(self) -> dict[str, list[float]]:
         """The columns of the scaling curve, one value per α."""
-        pooled = self.moments.neuron.pool(self.geometry.value_weight)
-        alphas = self.moments.layout.alphas
+        pooled, alphas = self._pooled_sums, self.moments.layout.alphas
         columns = {
             "asymmetry": measures.scaling(pooled)[:, 0],
             "asymmetry_se": pooled_error(measures.scaling, self.moments),
@@ -189,11 +192,8 @@ class Estimates:
         """
         if self.moments.effective_tokens < CONCENTRATED * self.moments.n_tokens:
             return True
-        pooled = self.moments.neuron.pool(self.geometry.value_weight)
-        pairs = (
-            (float(LAYER_MEASURES[name](pooled)), self._over_tokens(name)[f"{name}_trimmed"]) for name in TOKEN_MEASURES
-        )
-        return any(abs(value - trimmed) > CHANGED * value for value, trimmed in pairs)
+        values = {name: float(LAYER_MEASURES[name](self._pooled_sums)) for name in TOKEN_MEASURES}
+        return any(abs(value - self._trimmed(name)) > CHANGED * value for name, value in values.items())
 
     def top_tokens(self) -> list[dict[str, int | float]]:
         """The tokens of largest energy among the 0.1 % left out, at most ``extremes.TOP_TOKENS``.
@@ -231,9 +231,14 @@ class Estimates:
             "score_ratio": geometry.score[chosen] / geometry.score.median(),
         }
 
+    @cached_property
+    def _pooled_sums(self) -> Sums:
+        """The sums pooled over the neurons, a table with one column."""
+        return self.moments.neuron.pool(self.geometry.value_weight)
+
     def _pooled(self, name: str) -> dict[str, float]:
         measure = LAYER_MEASURES[name]
-        value = float(measure(self.moments.neuron.pool(self.geometry.value_weight)))
+        value = float(measure(self._pooled_sums))
         return {name: value, f"{name}_se": float(pooled_error(measure, self.moments))}
 
     def _over_tokens(self, name: str) -> dict[str, float]:
@@ -242,27 +247,29 @@ class Estimates:
             parts = ("token_q1", "token_median", "token_median_se", "token_q3", "trimmed")
             return {f"{name}_{part}": math.nan for part in parts}
 
-        def shown(ratio: float) -> float:
-            """A token's Euler residual is kept as ρ²/(1 + ρ²)."""
-            return math.sqrt(ratio / (1 - ratio)) if key == "euler" else ratio
-
         median = self.moments.token_quantile(key, 0.5)
         error = quantile_error(key, 0.5, self.moments)
         if key == "euler":
             error *= 0.5 / math.sqrt(median * (1 - median) ** 3) if median else math.nan
         return {
-            f"{name}_token_q1": shown(self.moments.token_quantile(key, 0.25)),
-            f"{name}_token_median": shown(median),
+            f"{name}_token_q1": _shown(key, self.moments.token_quantile(key, 0.25)),
+            f"{name}_token_median": _shown(key, median),
             f"{name}_token_median_se": error,
-            f"{name}_token_q3": shown(self.moments.token_quantile(key, 0.75)),
-            f"{name}_trimmed": shown(self.moments.without_top_tokens(key, TRIMMED)),
+            f"{name}_token_q3": _shown(key, self.moments.token_quantile(key, 0.75)),
+            f"{name}_trimmed": self._trimmed(name),
         }
+
+    def _trimmed(self, name: str) -> float:
+        """A measure pooled without the tokens of largest energy; NaN for a scale that was not followed."""
+        key = TOKEN_MEASURES[name]
+        if key not in self.moments.layout.token_measures:
+            return math.nan
+        return _shown(key, self.moments.without_top_tokens(key, TRIMMED))
 
     def layer_nulls(self, name: str) -> dict[str, float]:
         """Nulls of a measure and the excess over each, with its error."""
         key, weight = GAUSSIAN_NULLS[name], self.geometry.value_weight
-        pooled = self.moments.neuron.pool(weight)
-        value, repaired = float(LAYER_MEASURES[name](pooled)), float(REPAIRED_NULLS[name](pooled))
+        value, repaired = (float(part[name](self._pooled_sums)) for part in (LAYER_MEASURES, REPAIRED_NULLS))
         gaussian = self.gaussian[key].pooled(weight) if key in self.gaussian else math.nan
         return {
             f"{name}_null_gaussian": gaussian,
@@ -279,21 +286,19 @@ class Estimates:
             return math.nan
         weight = self.geometry.value_weight
         gap, scale = (weight @ part for part in parts)
+        own = group_pooled_replicates(LAYER_MEASURES[name], weight, self.moments)
+        return float(jackknife(own - gap / scale))
 
-        def pooled(sums: Sums, _: float) -> Tensor:
-            return LAYER_MEASURES[name](sums.pool(weight))[0]
-
-        return float(jackknife(neuron_replicates(pooled, self.moments) - gap / scale))
-
-    def _neuron_nulls(self, name: str, key: str, value: Neurons) -> dict[str, Neurons]:
+    def _neuron_nulls(
+        self, name: str, key: str, value: Neurons, replicates: Float64[Tensor, "d_mlp group"]
+    ) -> dict[str, Neurons]:
         missing = torch.full_like(value, torch.nan)
         repaired = REPAIRED_NULLS[name](self.moments.neuron)
         gaussian, error = missing, missing
         if key in self.gaussian:
             gaussian = self.gaussian[key].by_neuron
-            own = neuron_replicates(lambda sums, _: LAYER_MEASURES[name](sums), self.moments)
             gap, scale = self._gaussian_replicates[key]
-            error = jackknife(own - gap / scale)
+            error = jackknife(replicates - gap / scale)
         return {
             f"{name}_null_gaussian": gaussian,
             f"{name}_excess_gaussian": value - gaussian,
@@ -346,14 +351,16 @@ class Estimates:
         }
 
     def _bilinear(self) -> dict[str, float]:
-        weight, sums = self.geometry.value_weight, self.moments.neuron
-        replicates = neuron_replicates(
-            lambda part, _: torch.tensor(measures.layer_bilinear_share(part, weight), dtype=torch.float64), self.moments
-        )
+        weight = self.geometry.value_weight
         return {
-            "bilinear_share": measures.layer_bilinear_share(sums, weight),
-            "bilinear_share_se": float(jackknife(replicates)),
+            "bilinear_share": measures.layer_bilinear_share(self.moments.neuron, weight),
+            "bilinear_share_se": float(jackknife(bilinear_share_replicates(weight, self.moments))),
         } | self._neuron_median("bilinear_share", measures.bilinear_share)
+
+
+def _shown(key: str, ratio: float) -> float:
+    """A token's number as it is shown: the Euler residual is kept as ρ²/(1 + ρ²)."""
+    return math.sqrt(ratio / (1 - ratio)) if key == "euler" else ratio
 
 
 def _median(values: Neurons) -> Float64[Tensor, ""]:

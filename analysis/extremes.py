@@ -46,7 +46,7 @@ class Peaks:
     def __add__(self, other: "Peaks") -> "Peaks":
         """The larger peak of each neuron; of equal ones the earlier."""
         mine, theirs = (peaks.values[0].abs().nan_to_num(nan=-1.0) for peaks in (self, other))
-        earlier = _order(other.places[:2]) < _order(self.places[:2])
+        earlier = reading_order(other.places[:2]) < reading_order(self.places[:2])
         take = (theirs > mine) | ((theirs == mine) & earlier)
         return Peaks(torch.where(take, other.values, self.values), torch.where(take, other.places, self.places))
 
@@ -93,11 +93,16 @@ class TopTokens:
         """The largest of both; of equal ones the earlier."""
         energy, places = torch.cat([self.energy, other.energy]), torch.cat([self.places, other.places], dim=1)
         share = torch.cat([self.neuron_share, other.neuron_share])
-        earliest = _order(places[:2]).argsort(stable=True)
-        kept = earliest[energy[earliest].argsort(descending=True, stable=True)][:TOP_TOKENS]
+        kept = largest_first(energy, places[:2])[:TOP_TOKENS]
         return TopTokens(energy[kept], places[:, kept], share[kept])
 
 
-def _order(places: Int64[Tensor, "2 place"]) -> Int64[Tensor, " place"]:
+def reading_order(places: Int64[Tensor, "2 place"]) -> Int64[Tensor, " place"]:
     """One number by which places sort: by window, then by position."""
     return places[0] * 2**32 + places[1]
+
+
+def largest_first(sizes: Float64[Tensor, " place"], places: Int64[Tensor, "2 place"]) -> Int64[Tensor, " place"]:
+    """Indices by size, largest first; of equal ones the earlier."""
+    earliest = reading_order(places).argsort(stable=True)
+    return earliest[sizes[earliest].argsort(descending=True, stable=True)]

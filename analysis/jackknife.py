@@ -19,7 +19,7 @@ from jaxtyping import Float64
 from scipy import stats
 from torch import Tensor
 
-from analysis.measures import Measure
+from analysis.measures import Measure, layer_bilinear_share
 from analysis.moments import N_BLOCKS, N_GROUPS, Moments, histogram_quantile
 from analysis.sums import Sums
 
@@ -75,7 +75,24 @@ def neuron_replicates(function: Callable[[Sums, float], Tensor], moments: Moment
 
 def neuron_error(measure: Measure, moments: Moments) -> Float64[Tensor, " d_mlp"]:
     """The standard error of a measure of every neuron."""
-    return jackknife(neuron_replicates(lambda sums, _: measure(sums), moments))
+    return jackknife(measure_replicates(measure, moments))
+
+
+def measure_replicates(measure: Measure, moments: Moments) -> Float64[Tensor, "d_mlp group"]:
+    """A measure of every neuron without each group of blocks."""
+    return neuron_replicates(lambda sums, _: measure(sums), moments)
+
+
+def group_pooled_replicates(
+    measure: Measure, weight: Float64[Tensor, " d_mlp"], moments: Moments
+) -> Float64[Tensor, " group"]:
+    """A pooled measure without each group of blocks, to be compared with neurons or with what has no finer replicates."""
+    return neuron_replicates(lambda sums, _: measure(sums.pool(weight))[0], moments)
+
+
+def bilinear_share_replicates(weight: Float64[Tensor, " d_mlp"], moments: Moments) -> Float64[Tensor, " group"]:
+    """A layer's bilinear share, which needs the neurons one by one, without each group of blocks."""
+    return neuron_replicates(lambda sums, _: torch.tensor(layer_bilinear_share(sums, weight), dtype=torch.float64), moments)
 
 
 def quantile_error(token_measure: str, q: float, moments: Moments) -> float:

@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from analysis.extremes import largest_first, reading_order
+from analysis.noise import mixed
 from analysis.readouts import Readout, Similar
 from analysis.run import Layer
 from analysis.sums import QUADRANTS
@@ -28,8 +30,6 @@ SAMPLED = 1000
 """Tokens in the sample: a picture of them is dense enough to see a shape and small enough to be sent."""
 BEFORE, AFTER = 20, 8
 """Tokens of a context before and after the one it is about."""
-_WORD = 1 << 64
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Strongest:
     ) -> "Strongest":
         """Of some tokens of one window, given a and b on the whole of it; a token with h = 0 is in no list."""
         active = h != 0
-        kept = _largest(h[active], places[:, active])[:size]
+        kept = largest_first(h[active].abs(), places[:, active])[:size]
         h, places = h[active][kept], places[:, active][:, kept]
         padded = torch.nn.functional.pad(whole, (BEFORE, AFTER), value=torch.nan)
         near = places[1] + torch.arange(BEFORE + 1 + AFTER)[:, None]
@@ -101,7 +101,7 @@ class Strongest:
     def __add__(self, other: "Strongest") -> "Strongest":
         """The largest of both; of equal ones the earlier."""
         h, places = torch.cat([self.h, other.h]), torch.cat([self.places, other.places], dim=1)
-        kept = _largest(h, places)[: self.size]
+        kept = largest_first(h.abs(), places)[: self.size]
         around = torch.cat([self.around, other.around], dim=2)
         return Strongest(self.size, h[kept], places[:, kept], around[:, :, kept])
 
@@ -220,24 +220,6 @@ def by_quadrant(seen: Seen, unit: Unit, windows: dict[int, tuple[str, ...]]) -> 
     return {quadrant: contexts_of(strongest, unit, windows) for quadrant, strongest in pairs}
 
 
-def _largest(h: Float64[Tensor, " place"], places: Int64[Tensor, "2 place"]) -> Int64[Tensor, " place"]:
-    """Indices by |h|, largest first; of equal ones by window and position."""
-    earliest = (places[0] * 2**32 + places[1]).argsort(stable=True)
-    return earliest[h[earliest].abs().argsort(descending=True, stable=True)]
-
-
 def _key(places: Int64[Tensor, "2 token"]) -> Int64[Tensor, " token"]:
-    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014): one to one, and without any order that a text could have."""
-    x = places[0] * 2**32 + places[1] + 1
-    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Int64[Tensor, " token"], bits: int) -> Int64[Tensor, " token"]:
-    """x shifted to the right as an unsigned number."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(word: int) -> int:
-    return word - _WORD if word >= _WORD // 2 else word
+    """Different for every place, and in no order that a text could have."""
+    return mixed(reading_order(places) + 1)

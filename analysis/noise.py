@@ -20,17 +20,18 @@ def directions(seed: int, layer: int, window: int, n_positions: int, d_mlp: int)
     """Independent standard normal numbers in float32, for every position and neuron of a layer in one window."""
     key = 0
     for part in (seed, layer, window):
-        key = (int(_mixed(torch.tensor(_signed(key + _GOLDEN)))) ^ part) % _WORD
-    key = int(_mixed(torch.tensor(_signed(key))))
+        key = (int(mixed(torch.tensor(_signed(key + _GOLDEN)))) ^ part) % _WORD
+    key = int(mixed(torch.tensor(_signed(key))))
     counter = torch.arange(n_positions * d_mlp, dtype=torch.int64) * _signed(_GOLDEN) + _signed(key)
-    bits = _mixed(counter)
+    bits = mixed(counter)
     first, second = _shifted(bits, 40), bits & (_HALF - 1)
     radius = (-2 * ((first + 0.5) / _HALF).log()).sqrt()
     angle = 2 * math.pi * second / _HALF
     return (radius * angle.cos()).float().reshape(n_positions, d_mlp)
 
 
-def _mixed(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+def mixed(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
+    """The finalizer of SplitMix64: one to one, and without any order that its argument could have."""
     x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
     x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
     return x ^ _shifted(x, 31)

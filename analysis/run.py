@@ -37,6 +37,11 @@ MOMENTS_FILE = "moments.safetensors"
 Record = dict[str, Any]
 
 
+def at_most(check: str, value: float, limit: float) -> Record:
+    """An entry of ``Run.acceptance``: a number that may not exceed its limit; NaN fails."""
+    return {"check": check, "value": value, "limit": limit, "passed": value <= limit}
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of a run.

@@ -3,18 +3,16 @@
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from packaging.version import Version
 
 from analysis.activations import ALIASES
-from analysis.run import Layer
+from analysis.run import Layer, Record
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel
 
 MINIMAL = {"torch": "2.6", "transformers": "5.9", "transformer-lens": "4.3"}
-Record = dict[str, Any]
 
 
 def acceptance_of(

@@ -157,21 +157,46 @@ def collect(
 
 
 class Stream(ABC):
-    """What listens to one layer while the corpus is read."""
+    """What listens to one site while the corpus is read: a and b are kept until both have been seen, then let go."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
 
     @property
-    @abstractmethod
     def layer(self) -> int:
         """The layer it listens to."""
+        return self._site.layer
 
     @property
     @abstractmethod
     def is_finite(self) -> bool:
         """Whether everything taken in so far was finite."""
 
+    def keep(self, tensor: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos *neurons"]:
+        """What is kept of a or b until the other has been seen."""
+        return tensor
+
     @abstractmethod
+    def take(self, a: Float[Tensor, "pos *neurons"], b: Float[Tensor, "pos *neurons"], window: Window) -> None:
+        """Take in what was kept of one window."""
+
     def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
-        """Hooks for one pass over these windows."""
+        """Hooks for one pass over these windows; a and b may come in either order."""
+        seen: dict[str, Tensor] = {}
+
+        def see(tensor: Tensor, hook: HookPoint) -> None:
+            seen[str(hook.name)] = self.keep(tensor)
+            if len(seen) == 2:
+                self._reduce(seen.pop(self._site.hook_a), seen.pop(self._site.hook_b), batch)
+
+        return [(self._site.hook_a, see), (self._site.hook_b, see)]
+
+    def _reduce(
+        self, a: Float[Tensor, "batch pos *neurons"], b: Float[Tensor, "batch pos *neurons"], batch: Sequence[Window]
+    ) -> None:
+        for row, window in enumerate(batch):
+            length = len(window.tokens)
+            self.take(a[row, :length], b[row, :length], window)
 
 
 def read_through(
@@ -188,12 +213,13 @@ def read_through(
 
 
 class LayerStream(Stream):
-    """The moments of one site as they grow: a and b are kept until both have been seen, then reduced and let go."""
+    """The moments of one site as they grow."""
 
     def __init__(self, site: Site, geometry: Geometry, pairing: Pairing, layout: Layout, corpus: Corpus) -> None:
+        super().__init__(site)
         reduce = TileReducer(site.unit, layout, geometry, pairing, site.q.device, site.q.dtype)
         self._accumulator = Accumulator(site.q.shape[0], reduce)
-        self._site, self._geometry, self._partners, self._corpus = site, geometry, pairing.partners, corpus
+        self._geometry, self._partners, self._corpus = geometry, pairing.partners, corpus
 
     @classmethod
     def of(cls, site: Site, corpus: Corpus, alphas: Sequence[float], draws: int, seed: int) -> "LayerStream":
@@ -215,30 +241,11 @@ class LayerStream(Stream):
         )
 
     @property
-    def layer(self) -> int:
-        return self._site.layer
-
-    @property
     def is_finite(self) -> bool:
         return self._accumulator.is_finite
 
-    def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
-        """Hooks for one pass over these windows; a and b may come in either order."""
-        seen: dict[str, Tensor] = {}
-
-        def see(tensor: Tensor, hook: HookPoint) -> None:
-            seen[str(hook.name)] = tensor
-            if len(seen) == 2:
-                self._reduce(seen.pop(self._site.hook_a), seen.pop(self._site.hook_b), batch)
-
-        return [(self._site.hook_a, see), (self._site.hook_b, see)]
-
-    def _reduce(
-        self, a: Float[Tensor, "batch pos d_mlp"], b: Float[Tensor, "batch pos d_mlp"], batch: Sequence[Window]
-    ) -> None:
-        for row, window in enumerate(batch):
-            length = len(window.tokens)
-            self._accumulator.add(a[row, :length], b[row, :length], window, self._corpus.block_of(window))
+    def take(self, a: Float[Tensor, "pos d_mlp"], b: Float[Tensor, "pos d_mlp"], window: Window) -> None:
+        self._accumulator.add(a, b, window, self._corpus.block_of(window))
 
 
 def _batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import transformers
@@ -20,6 +19,7 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from analysis.errors import UserError
+from analysis.run import Record, at_most
 from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import DEFAULT_CONTEXT, SAMPLE, Corpus, load_corpus
 from hooks.sites import OUTPUT_SLACK, TOLERANCE, Site, configured_activations, describe_blocks, find_sites
@@ -29,8 +29,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 PROBE_LENGTH = 16
 LOGIT_SLACK = 10
 """TransformerLens computes norms and attention in its own way in every layer, with a softmax in float32 at best."""
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -218,9 +216,7 @@ def _acceptance(sites: dict[int, Site], logit_error: float, precision: torch.dty
         ("MLP output from q, k, v, largest over layers", output, OUTPUT_SLACK * tolerance),
         ("logits with and without TransformerLens", logit_error, LOGIT_SLACK * max(tolerance, TOLERANCE[torch.float32])),
     )
-    return tuple(
-        {"check": check, "value": value, "limit": limit, "passed": value <= limit} for check, value, limit in checks
-    )
+    return tuple(at_most(*check) for check in checks)
 
 
 def _describe(model: PreTrainedModel, source: Source, sites: dict[int, Site], dtype: str) -> Record:

@@ -7,13 +7,11 @@ time unless more are asked for: a matrix product over a larger batch rounds its 
 at a time is no slower on a CPU.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformer_lens.hook_points import HookPoint
 
 from analysis.errors import UserError
 from analysis.geometry import Geometry
@@ -24,7 +22,6 @@ from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from analysis.window import Window
 from hooks.collect import LayerStream, Stream, machine_of, read_through, select_sites, settings_of
 from hooks.corpus import Corpus
-from hooks.forward import HookFunction
 from hooks.models import LoadedModel
 from hooks.sites import Site, find_ends
 
@@ -73,9 +70,8 @@ def inspect_neuron(
         raise UserError(f"a batch of {batch_size} windows cannot be read: use at least 1")
     if not 1 <= top <= MAX_TOP:
         raise UserError(f"a list of {top} cannot be shown: choose from 1 to {MAX_TOP}")
-    geometry = Geometry.of(site.q, site.k, site.v, site.gain)
     loaded = None if run is None else Run.load(run)
-    saved = None if loaded is None else _layer_in(loaded, model, site, geometry, str(run))
+    saved = None if loaded is None else _layer_in(loaded, model, site, str(run))
     close = NeuronStream(site, index, top)
     whole = None if saved else LayerStream.of(site, corpus, DEFAULT_ALPHAS, DEFAULT_DRAWS, seed + layer)
     read_through(model, corpus, [close] if whole is None else [close, whole], batch_size=batch_size, quiet=quiet)
@@ -103,38 +99,24 @@ def inspect_neuron(
 
 
 class NeuronStream(Stream):
-    """One neuron as it is read: only its own a and b are kept, until both have been seen."""
+    """One neuron as it is read: only its own a and b are kept."""
 
     def __init__(self, site: Site, neuron: int, size: int) -> None:
+        super().__init__(site)
         self.seen = Seen.empty(size)
-        self._site, self._neuron, self._size = site, neuron, size
+        self._neuron, self._size = neuron, size
         self._finite = True
-
-    @property
-    def layer(self) -> int:
-        return self._site.layer
 
     @property
     def is_finite(self) -> bool:
         return self._finite
 
-    def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
-        """Hooks for one pass over these windows; a and b may come in either order."""
-        columns: dict[str, Tensor] = {}
+    def keep(self, tensor: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos"]:
+        return tensor[:, :, self._neuron].double().cpu()
 
-        def see(tensor: Tensor, hook: HookPoint) -> None:
-            columns[str(hook.name)] = tensor[:, :, self._neuron].double().cpu()
-            if len(columns) == 2:
-                self._take(columns.pop(self._site.hook_a), columns.pop(self._site.hook_b), batch)
-
-        return [(self._site.hook_a, see), (self._site.hook_b, see)]
-
-    def _take(self, a: Float[Tensor, "batch pos"], b: Float[Tensor, "batch pos"], batch: Sequence[Window]) -> None:
-        for row, window in enumerate(batch):
-            length = len(window.tokens)
-            mine = a[row, :length], b[row, :length]
-            self._finite &= all(bool(values.isfinite().all()) for values in mine)
-            self.seen += Seen.of(*mine, self._site.unit, window, self._size)
+    def take(self, a: Float[Tensor, " pos"], b: Float[Tensor, " pos"], window: Window) -> None:
+        self._finite &= all(bool(values.isfinite().all()) for values in (a, b))
+        self.seen += Seen.of(a, b, self._site.unit, window, self._size)
 
 
 def _site_of(model: LoadedModel, layer: int, index: int) -> Site:
@@ -145,12 +127,12 @@ def _site_of(model: LoadedModel, layer: int, index: int) -> Site:
     return site
 
 
-def _layer_in(run: Run, model: LoadedModel, site: Site, geometry: Geometry, directory: str) -> Layer:
+def _layer_in(run: Run, model: LoadedModel, site: Site, directory: str) -> Layer:
     """That layer of a saved run; UserError unless it has the same weights."""
     if site.layer not in run.layers:
         raise UserError(f"{directory} has no layer {site.layer}: give a run that analysed it, or none")
     found = run.layers[site.layer]
-    theirs, mine = found.geometry.tensors(), geometry.tensors()
+    theirs, mine = found.geometry.tensors(), Geometry.of(site.q, site.k, site.v, site.gain).tensors()
     same = all(
         values.shape == mine[name].shape and torch.allclose(values, mine[name], rtol=1e-6, atol=1e-9, equal_nan=True)
         for name, values in theirs.items()

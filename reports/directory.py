@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
-from analysis.causal import Causal
+from analysis.causal import CAUSAL_FILE, Causal
 from analysis.directory import RUN_FILE, staged
+from analysis.errors import UserError
 from analysis.run import Run
 from reports.causal import CausalTables
 from reports.causal_figures import draw_causal
@@ -69,3 +70,12 @@ def load_random(directory: Path, run: Run) -> Run | None:
     random = Run.load(directory / RANDOM_INIT)
     fits = random.settings == run.settings and torch.equal(random.windows, run.windows)
     return random if fits and random.model["name"] == run.model["name"] else None
+
+
+def load_causal(directory: Path) -> Causal | None:
+    """The costs of edits beside a run, if any were measured; UserError if only their tables are left."""
+    if (directory / "causal.csv").exists() and not (directory / CAUSAL_FILE).exists():
+        raise UserError(
+            f"{directory} has costs of edits but no {CAUSAL_FILE} to make them from: analyze again, or move causal*.csv"
+        )
+    return Causal.load(directory)

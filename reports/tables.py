@@ -34,7 +34,7 @@ def layers_table(run: Run, random: Run | None = None) -> pd.DataFrame:
         row = {"layer": index, **layer.estimates.layer_numbers()}
         row["interaction_antisymmetry"] = layer.interaction_antisymmetry
         if random is not None and index in random.layers:
-            row |= layer_excess(layer.estimates, random.layers[index].estimates)
+            row |= layer_excess(layer, random.layers[index])
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -45,7 +45,7 @@ def neurons_table(run: Run, random: Run | None = None) -> pd.DataFrame:
     for index, layer in run.layers.items():
         columns = layer.estimates.neuron_numbers()
         if random is not None and index in random.layers:
-            columns |= neuron_excess(layer.estimates, random.layers[index].estimates)
+            columns |= neuron_excess(layer, random.layers[index])
         table = pd.DataFrame({name: values.numpy() for name, values in columns.items()})
         table.insert(0, "neuron", np.arange(len(table)))
         table.insert(0, "layer", index)

@@ -76,8 +76,8 @@ def test_its_columns_are_joined_in_the_tables(written: Path) -> None:
 
 
 def test_a_run_is_no_excess_over_itself(written: Path) -> None:
-    estimates = Run.load(written / "plain").layers[0].estimates
-    for name, value in layer_excess(estimates, estimates).items():
+    layer = Run.load(written / "plain").layers[0]
+    for name, value in layer_excess(layer, layer).items():
         if "excess" in name:
             assert value == 0, name
 
