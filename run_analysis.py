@@ -91,7 +91,9 @@ def analyze(
     context: Context = 256,
     skip_positions: SkipPositions = 1,
     alphas: Annotated[str, typer.Option(help="Scales α of (αa, b/α).")] = "-1,0.125,0.25,0.5,2,4,8",
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows in one forward pass.")] = 8,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Windows in one forward pass. [default: fits the memory]")
+    ] = None,
     shard: Annotated[str, typer.Option(help="K/N: read every N-th window from K on; merge the runs afterwards.")] = "0/1",
     draws: Annotated[int, typer.Option(min=1, max=64, help="Random re-pairings of neurons for the null.")] = 4,
     null: Annotated[

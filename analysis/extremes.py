@@ -11,7 +11,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from analysis.units import Unit
-from analysis.window import Window
+from analysis.window import Batch
 
 TOP_TOKENS = 16
 """Tokens of largest energy that are remembered by place."""
@@ -30,18 +30,26 @@ class Peaks:
     places: Int64[Tensor, "4 d_mlp"]
 
     @classmethod
-    def empty(cls, d_mlp: int) -> "Peaks":
-        return cls(torch.full((3, d_mlp), torch.nan, dtype=torch.float64), torch.full((4, d_mlp), -1))
+    def empty(cls, d_mlp: int, device: torch.device | str = "cpu") -> "Peaks":
+        nothing = torch.full((3, d_mlp), torch.nan, dtype=torch.float64, device=device)
+        return cls(nothing, torch.full((4, d_mlp), -1, device=device))
+
+    def to(self, device: torch.device | str) -> "Peaks":
+        """The same on a device."""
+        return Peaks(self.values.to(device), self.places.to(device))
 
     @classmethod
-    def of(cls, a: Float[Tensor, "pos d_mlp"], b: Float[Tensor, "pos d_mlp"], unit: Unit, window: Window) -> "Peaks":
-        """The peaks of one whole window."""
+    def of(
+        cls,
+        a: Float[Tensor, "token d_mlp"],
+        b: Float[Tensor, "token d_mlp"],
+        unit: Unit,
+        places: Int64[Tensor, "4 token"],
+    ) -> "Peaks":
+        """The peaks of tokens in reading order, on their device."""
         h = unit(a, b)
-        position = h.abs().argmax(dim=0)
-        values = torch.stack([x.gather(0, position[None])[0] for x in (h, a, b)]).double().cpu()
-        position = position.cpu()
-        index, counted = torch.full_like(position, window.index), (position >= window.counted_from).long()
-        return cls(values, torch.stack([index, position, window.tokens.cpu()[position], counted]))
+        at = h.abs().argmax(dim=0)
+        return cls(torch.stack([x.gather(0, at[None])[0] for x in (h, a, b)]).double(), places[:, at])
 
     def __add__(self, other: "Peaks") -> "Peaks":
         """The larger peak of each neuron; of equal ones the earlier."""
@@ -66,28 +74,30 @@ class TopTokens:
     neuron_share: Float64[Tensor, " token"]
 
     @classmethod
-    def empty(cls) -> "TopTokens":
-        nothing = torch.zeros(0, dtype=torch.float64)
-        return cls(nothing, torch.zeros(4, 0, dtype=torch.int64), nothing)
+    def empty(cls, device: torch.device | str = "cpu") -> "TopTokens":
+        nothing = torch.zeros(0, dtype=torch.float64, device=device)
+        return cls(nothing, torch.zeros(4, 0, dtype=torch.int64, device=device), nothing)
+
+    def to(self, device: torch.device | str) -> "TopTokens":
+        """The same on a device."""
+        return TopTokens(self.energy.to(device), self.places.to(device), self.neuron_share.to(device))
 
     @classmethod
     def of(
         cls,
         token_energy: Float[Tensor, " token"],
-        a: Float[Tensor, "token d_mlp"],
-        b: Float[Tensor, "token d_mlp"],
+        a: Float[Tensor, "place d_mlp"],
+        b: Float[Tensor, "place d_mlp"],
         unit: Unit,
         value_weight: Float[Tensor, " d_mlp"],
-        window: Window,
+        batch: Batch,
     ) -> "TopTokens":
-        """Of the counted tokens of one window."""
+        """Of the counted tokens of a batch, on their device; a and b are at all its places."""
         energy, index = token_energy.topk(min(TOP_TOKENS, len(token_energy)))
-        by_neuron = unit(a[index].double(), b[index].double()).square() * value_weight.double()
+        place = batch.counted[index]
+        by_neuron = unit(a[place].double(), b[place].double()).square() * value_weight.double()
         most, neuron = by_neuron.max(dim=1)
-        position = window.counted_from + index.cpu()
-        number = torch.full_like(position, window.index)
-        places = torch.stack([number, position, window.tokens.cpu()[position], neuron.cpu()])
-        return cls(energy.double().cpu(), places, (most / by_neuron.sum(dim=1)).cpu())
+        return cls(energy.double(), torch.cat([batch.places[:3, place], neuron[None]]), most / by_neuron.sum(dim=1))
 
     def __add__(self, other: "TopTokens") -> "TopTokens":
         """The largest of both; of equal ones the earlier."""

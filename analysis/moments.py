@@ -11,18 +11,14 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Float64, Int64
+from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
 from analysis.extremes import Peaks, TopTokens
-from analysis.sums import QUADRANTS, Layout, Sums
-from analysis.tile import TILE, TileReducer
-from analysis.window import Window
+from analysis.sums import Layout, Sums
+from analysis.totals import N_BLOCKS, N_GROUPS, Reducer, Totals
+from analysis.window import Batch, Window
 
-N_BLOCKS = 16
-"""Blocks of consecutive sequences that the jackknife leaves out one by one."""
-N_GROUPS = 8
-"""Groups of consecutive blocks, left out one by one for the errors of single neurons."""
 RATIO_BINS = 4096
 """Bins that hold the asymmetries r of single tokens, of equal width in √r: a median m is off by at most about √m/2048."""
 BLOCK_RATIO_BINS = 512
@@ -90,13 +86,13 @@ class Moments:
         cls,
         a: Float[Tensor, "pos d_mlp"],
         b: Float[Tensor, "pos d_mlp"],
-        reduce: TileReducer,
+        reduce: Reducer,
         window: Window,
         block: int,
     ) -> "Moments":
         """The moments of one sequence: see ``Accumulator.add``."""
         accumulator = Accumulator(a.shape[-1], reduce)
-        accumulator.add(a, b, window, block)
+        accumulator.add(a[None], b[None], Batch.of([window], [block], a.device))
         return accumulator.moments()
 
     def __add__(self, other: "Moments") -> "Moments":
@@ -201,69 +197,70 @@ class Moments:
 
 
 class Accumulator:
-    """The moments of one layer as they grow: sums are added in place, on the device of the activations."""
+    """The moments of one layer as they grow, on the device of the activations; nothing waits for that device."""
 
-    def __init__(self, d_mlp: int, reduce: TileReducer) -> None:
+    def __init__(self, d_mlp: int, reduce: Reducer) -> None:
         self._reduce = reduce
-        self._sums = Moments.empty(d_mlp, reduce.layout).to(reduce.value_weight.device)
-        self._peaks, self._top_tokens, self._n_tokens, self._n_sequences = Peaks.empty(d_mlp), TopTokens.empty(), 0, 0
+        layout, device = reduce.layout, reduce.value_weight.device
+        self._totals = Totals.empty(d_mlp, layout, device)
+        self._by_token = Moments.empty(1, layout).to(device)
+        self._top_tokens = TopTokens.empty(device)
+        self._n_tokens, self._n_sequences = 0, 0
 
-    def add(self, a: Float[Tensor, "pos d_mlp"], b: Float[Tensor, "pos d_mlp"], window: Window, block: int) -> None:
-        """Take in one sequence.
+    def add(self, a: Float[Tensor, "row pos d_mlp"], b: Float[Tensor, "row pos d_mlp"], batch: Batch) -> None:
+        """Take in a batch.
 
         Args:
-            a: gate pre-activations at all its positions.
+            a: gate pre-activations at all its positions, padding included.
             b: up pre-activations.
-            window: its tokens, their place, and from where they are counted.
-            block: jackknife block of the sequence, below ``N_BLOCKS``.
+            batch: its windows.
         """
-        reduce, total = self._reduce, self._sums
-        a, b = a.to(reduce.dtype), b.to(reduce.dtype)
-        self._peaks += Peaks.of(a, b, reduce.unit, window)
-        a, b = a[window.counted_from :], b[window.counted_from :]
-        tiles = [reduce(*tile) for tile in zip(a.split(TILE), b.split(TILE), strict=True)]
-        neuron = torch.stack([tile.neuron for tile in tiles]).sum(dim=0)
-        gap, scale = (torch.cat([getattr(t, part) for t in tiles], dim=1).double() for part in ("token_gap", "token_scale"))
-        energy = torch.cat([tile.token_energy for tile in tiles])
-        self._top_tokens += TopTokens.of(energy, a, b, reduce.unit, reduce.value_weight, window)
-
-        total.neuron.values.add_(neuron)
-        total.pooled.values[:, block] += neuron @ reduce.value_weight
-        total.neuron_groups[block * N_GROUPS // N_BLOCKS] += reduce.layout.narrow(neuron).float()
-        counts = [neuron[reduce.layout.rows[f"count_{quadrant}"]].sum() for quadrant in QUADRANTS]
-        total.signs[:, block] += torch.stack(counts)
-        total.token_ratios.add_(_histogram(gap / scale, RATIO_BINS))
-        total.token_ratio_blocks[:, block] += _histogram(gap / scale, BLOCK_RATIO_BINS)
-        energy = energy.double()
-        parts = torch.stack([torch.ones_like(energy), energy, *torch.stack([gap, scale], dim=1).flatten(0, 1)])
-        total.by_energy.index_add_(1, _energy_bin(energy), parts)
-        self._n_tokens += len(a)
-        self._n_sequences += 1
+        reduce, total = self._reduce, self._by_token
+        a, b = a.flatten(0, 1), b.flatten(0, 1)
+        tokens = reduce.add(a, b, batch, self._totals)
+        self._top_tokens += TopTokens.of(tokens.energy, a, b, reduce.unit, reduce.value_weight, batch)
+        root = (tokens.gap / tokens.scale).sqrt()
+        _count(total.token_ratios, root)
+        _count(total.token_ratio_blocks, root, batch.blocks)
+        parts = torch.stack([tokens.gap, tokens.scale], dim=1).flatten(0, 1)
+        parts = torch.cat([torch.ones_like(tokens.energy)[None], tokens.energy[None], parts])
+        total.by_energy.index_add_(1, _energy_bin(tokens.energy), parts)
+        self._n_tokens += len(batch.counted)
+        self._n_sequences += len(batch.windows)
 
     @property
-    def is_finite(self) -> bool:
-        """Whether everything taken in so far was finite."""
-        return math.isfinite(float(self._sums.neuron.values.sum()))
+    def is_finite(self) -> Bool[Tensor, ""]:
+        """Whether everything taken in so far was finite; on the device, where asking does not wait."""
+        return self._totals.pooled.sum().isfinite()
 
     def moments(self) -> Moments:
         """What was seen until now."""
-        copy = self._sums.to("cpu", copy=True)
+        totals, layout = self._totals, self._reduce.layout
         return replace(
-            copy,
-            peaks=self._peaks,
-            top_tokens=self._top_tokens,
+            self._by_token.to("cpu", copy=True),
+            neuron=Sums(layout, totals.table.T.contiguous().cpu()),
+            pooled=Sums(layout, totals.pooled.T.contiguous().cpu()),
+            neuron_groups=totals.groups.transpose(1, 2).contiguous().cpu(),
+            signs=totals.signs.T.contiguous().cpu(),
+            peaks=totals.peaks.to("cpu"),
+            top_tokens=self._top_tokens.to("cpu"),
             n_tokens=self._n_tokens,
             n_sequences=self._n_sequences,
         )
 
 
-def _histogram(ratios: Float[Tensor, "measure token"], n_bins: int) -> Int64[Tensor, "measure bin"]:
-    """Counts by bin; a token without any energy has no ratio and is left out."""
-    n_measures = len(ratios)
-    bins = (ratios.sqrt() * n_bins).nan_to_num(nan=-1).long().clamp(max=n_bins - 1)
-    flat = bins + n_bins * torch.arange(n_measures, device=bins.device)[:, None]
-    counts = torch.bincount(flat[bins >= 0], minlength=n_measures * n_bins)
-    return counts.reshape(n_measures, n_bins)
+def _count(
+    histogram: Int64[Tensor, "measure *block bin"],
+    root: Float64[Tensor, "measure token"],
+    block: Int64[Tensor, " token"] | None = None,
+) -> None:
+    """Add every token's bin of √r; a token without any energy has no ratio and is left out."""
+    n_measures, n_bins = histogram.shape[0], histogram.shape[-1]
+    bins = (root * n_bins).nan_to_num(nan=0.0).long().clamp(max=n_bins - 1)
+    if block is not None:
+        bins = bins + n_bins * block
+    bins = bins + torch.arange(n_measures, device=bins.device)[:, None] * (histogram.numel() // n_measures)
+    histogram.view(-1).index_add_(0, bins.flatten(), (~root.isnan()).long().flatten())
 
 
 def _energy_bin(energy: Float64[Tensor, " token"]) -> Int64[Tensor, " token"]:

@@ -122,17 +122,25 @@ class Layout:
         fixed = ("exchange", "placement", "balanced_exchange", "balanced_placement", "euler")
         return (*fixed, *(scaling_name(alpha) for alpha in self.alphas))
 
+    @cached_property
+    def narrowing(self) -> tuple[int, ...]:
+        """Of every row, its place in ``by_neuron_and_group``; −1 for rows that are not kept there."""
+        kept = self.by_neuron_and_group
+        place = [-1] * self.size
+        for name in kept.names:
+            start, rows = kept.rows[name].start, range(self.size)[self.rows[name]]
+            for i, row in enumerate(rows):
+                if name not in _ROW_PER_ALPHA:
+                    place[row] = start
+                elif self.alphas[i] in kept.alphas:
+                    place[row] = start + kept.alphas.index(self.alphas[i])
+        return tuple(place)
+
     def narrow(self, table: Float64[Tensor, "moment column"]) -> Float64[Tensor, "kept column"]:
         """Of a whole table, the rows of ``by_neuron_and_group``."""
-        kept = []
-        for name in self.by_neuron_and_group.names:
-            rows = table[self.rows[name]]
-            if name in _ROW_PER_DRAW:
-                rows = rows.sum(dim=0, keepdim=True)
-            elif name in _ROW_PER_ALPHA:
-                rows = rows[[self.alphas.index(alpha) for alpha in self.by_neuron_and_group.alphas]]
-            kept.append(rows)
-        return torch.cat(kept)
+        place = torch.tensor(self.narrowing, device=table.device)
+        kept = table.new_zeros(self.by_neuron_and_group.size, table.shape[1])
+        return kept.index_add_(0, place[place >= 0], table[place >= 0])
 
 
 def scaling_name(alpha: float) -> str:

@@ -13,9 +13,12 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from analysis.extremes import Peaks
 from analysis.geometry import Geometry, Pairing
 from analysis.sums import QUADRANTS, Layout, scaling_name
+from analysis.totals import N_BLOCKS, N_GROUPS, Reducer, TokenSums, Totals
 from analysis.units import Unit
+from analysis.window import Batch
 
 TILE = 64
 """Tokens in a tile: few enough to stay in a core's cache and to be summed safely in float32."""
@@ -38,8 +41,8 @@ class TileSums:
     token_energy: Float[Tensor, " token"]
 
 
-class TileReducer:
-    """Reduces tiles of (a, b) of one layer."""
+class TileReducer(Reducer):
+    """Reduces (a, b) of one layer tile by tile with torch alone: any unit, any device, any precision."""
 
     def __init__(
         self,
@@ -68,6 +71,26 @@ class TileReducer:
         length = geometry.norm_k if unit.up_is_linear else torch.ones_like(geometry.norm_k)
         self._length = length.to(device, self.dtype)
         self._per_length = torch.where(self._length > 0, 1 / self._length, 0.0)
+
+    def add(
+        self, a: Float[Tensor, "place d_mlp"], b: Float[Tensor, "place d_mlp"], batch: Batch, totals: Totals
+    ) -> TokenSums:
+        """As ``Reducer.add``."""
+        fed = torch.cat([batch.counted, batch.uncounted]).sort().values
+        totals.peaks += Peaks.of(a[fed].to(self.dtype), b[fed].to(self.dtype), self.unit, batch.places[:, fed])
+        counts = [self.layout.rows[f"count_{quadrant}"] for quadrant in QUADRANTS]
+        tiles = []
+        for start, stop, block in batch.runs:
+            places = batch.counted[start:stop].split(TILE)
+            run = [self(a[place].to(self.dtype), b[place].to(self.dtype)) for place in places]
+            neuron = torch.stack([tile.neuron for tile in run]).sum(dim=0)
+            totals.table += neuron.T
+            totals.pooled[block] += neuron @ self.value_weight
+            totals.groups[block * N_GROUPS // N_BLOCKS] += self.layout.narrow(neuron).T.float()
+            totals.signs[block] += torch.stack([neuron[count].sum() for count in counts])
+            tiles += run
+        gap, scale = (torch.cat([getattr(t, part) for t in tiles], dim=1).double() for part in ("token_gap", "token_scale"))
+        return TokenSums(gap, scale, torch.cat([tile.token_energy for tile in tiles]).double())
 
     def __call__(self, a: Float[Tensor, "token d_mlp"], b: Float[Tensor, "token d_mlp"]) -> TileSums:
         unit = self.unit

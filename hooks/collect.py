@@ -5,37 +5,31 @@ with the corpus: it is that of the forward pass plus one table of sums a layer.
 """
 
 import platform
-import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
-from tqdm import tqdm
-from transformer_lens.hook_points import HookPoint
 
 from analysis import __version__
 from analysis.errors import UserError
+from analysis.fused import reducer_of
 from analysis.geometry import Geometry, Pairing, derangements
 from analysis.interactions import antisymmetric_share
 from analysis.moments import N_BLOCKS, N_GROUPS, Accumulator
 from analysis.run import Layer, Run
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS, Layout
-from analysis.tile import TILE, TileReducer
-from analysis.window import Window
+from analysis.window import Batch
 from hooks.acceptance import acceptance_of
 from hooks.controls import controls_of
 from hooks.corpus import Corpus
-from hooks.forward import HookFunction, forward
 from hooks.models import LoadedModel
+from hooks.reading import Stream, batch_size_for, read_through
 from hooks.sites import Site
 
-DEFAULT_BATCH = 8
-_REMEDY = {"float16": "use --dtype bfloat16 or float32", "bfloat16": "use --dtype float32"}
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy")
 
 
@@ -46,7 +40,7 @@ def analyze(
     layers: Sequence[int] | None = None,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
     draws: int = DEFAULT_DRAWS,
-    batch_size: int = DEFAULT_BATCH,
+    batch_size: int | None = None,
     seed: int = 0,
     quiet: bool = False,
 ) -> Run:
@@ -58,23 +52,24 @@ def analyze(
         layers: indices to analyze; None takes every layer that is a gated MLP.
         alphas: scales of the scaling symmetry, none of them 0; limits that exist are added.
         draws: random re-pairings of neurons for the null.
-        batch_size: windows in one forward pass; changes time and memory, not results.
+        batch_size: windows in one forward pass; changes time and memory, not results. None fits them to the memory.
         seed: of the re-pairings.
         quiet: no progress bar.
 
     Raises:
         UserError: a layer is not there, or activations are NaN or infinite.
     """
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise UserError(f"a batch of {batch_size} windows cannot be read: use at least 1")
     started = time.perf_counter()
     sites = select_sites(model, layers)
-    found = collect(model, corpus, sites, alphas=alphas, draws=draws, batch_size=batch_size, seed=seed, quiet=quiet)
+    size = batch_size_for(model, corpus) if batch_size is None else batch_size
+    found = collect(model, corpus, sites, alphas=alphas, draws=draws, batch_size=size, seed=seed, quiet=quiet)
     controls = controls_of(model, corpus, sites, seed)
     asked = range(model.description["n_layers"]) if layers is None else layers
     skipped = {layer: reason for layer, reason in model.skipped.items() if layer in asked}
     record = {
-        "batch_size": batch_size,
+        "batch_size": size,
         "wall_time_s": round(time.perf_counter() - started, 2),
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -103,7 +98,7 @@ def settings_of(model: LoadedModel, corpus: Corpus, alphas: Sequence[float], dra
         "jackknife_blocks": N_BLOCKS,
         "jackknife_groups_of_neurons": N_GROUPS,
         "seed": seed,
-        "accumulation": f"products in float32 or the model's dtype if wider, tiles of {TILE} tokens, sums in float64",
+        "accumulation": "products in float32 or the model's dtype if wider, sums of up to 256 of them too, then float64",
     }
 
 
@@ -146,7 +141,7 @@ def collect(
     *,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
     draws: int = DEFAULT_DRAWS,
-    batch_size: int = DEFAULT_BATCH,
+    batch_size: int | None = None,
     seed: int = 0,
     quiet: bool = False,
 ) -> dict[int, Layer]:
@@ -156,68 +151,12 @@ def collect(
     return {layer: stream.found() for layer, stream in streams.items()}
 
 
-class Stream(ABC):
-    """What listens to one site while the corpus is read: a and b are kept until both have been seen, then let go."""
-
-    def __init__(self, site: Site) -> None:
-        self._site = site
-
-    @property
-    def layer(self) -> int:
-        """The layer it listens to."""
-        return self._site.layer
-
-    @property
-    @abstractmethod
-    def is_finite(self) -> bool:
-        """Whether everything taken in so far was finite."""
-
-    def keep(self, tensor: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos *neurons"]:
-        """What is kept of a or b until the other has been seen."""
-        return tensor
-
-    @abstractmethod
-    def take(self, a: Float[Tensor, "pos *neurons"], b: Float[Tensor, "pos *neurons"], window: Window) -> None:
-        """Take in what was kept of one window."""
-
-    def hooks(self, batch: Sequence[Window]) -> list[tuple[str, HookFunction]]:
-        """Hooks for one pass over these windows; a and b may come in either order."""
-        seen: dict[str, Tensor] = {}
-
-        def see(tensor: Tensor, hook: HookPoint) -> None:
-            seen[str(hook.name)] = self.keep(tensor)
-            if len(seen) == 2:
-                self._reduce(seen.pop(self._site.hook_a), seen.pop(self._site.hook_b), batch)
-
-        return [(self._site.hook_a, see), (self._site.hook_b, see)]
-
-    def _reduce(
-        self, a: Float[Tensor, "batch pos *neurons"], b: Float[Tensor, "batch pos *neurons"], batch: Sequence[Window]
-    ) -> None:
-        for row, window in enumerate(batch):
-            length = len(window.tokens)
-            self.take(a[row, :length], b[row, :length], window)
-
-
-def read_through(
-    model: LoadedModel, corpus: Corpus, streams: Sequence[Stream], *, batch_size: int, quiet: bool = False
-) -> None:
-    """One pass over the corpus, no further than the last layer that is listened to; UserError if something overflowed."""
-    last_layer = max(stream.layer for stream in streams)
-    with tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar:
-        for batch in _batches(corpus.windows, batch_size):
-            hooks = [hook for stream in streams for hook in stream.hooks(batch)]
-            last = forward(model, batch, hooks, last_layer=last_layer)
-            _check_finite(streams, last, batch, model.description["dtype"])
-            bar.update(sum(len(window.tokens) for window in batch))
-
-
 class LayerStream(Stream):
     """The moments of one site as they grow."""
 
     def __init__(self, site: Site, geometry: Geometry, pairing: Pairing, layout: Layout, corpus: Corpus) -> None:
         super().__init__(site)
-        reduce = TileReducer(site.unit, layout, geometry, pairing, site.q.device, site.q.dtype)
+        reduce = reducer_of(site.unit, layout, geometry, pairing, site.q.device, site.q.dtype)
         self._accumulator = Accumulator(site.q.shape[0], reduce)
         self._geometry, self._partners, self._corpus = geometry, pairing.partners, corpus
 
@@ -241,36 +180,11 @@ class LayerStream(Stream):
         )
 
     @property
-    def is_finite(self) -> bool:
+    def is_finite(self) -> Bool[Tensor, ""]:
         return self._accumulator.is_finite
 
-    def take(self, a: Float[Tensor, "pos d_mlp"], b: Float[Tensor, "pos d_mlp"], window: Window) -> None:
-        self._accumulator.add(a, b, window, self._corpus.block_of(window))
-
-
-def _batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:
-    for start in range(0, len(windows), size):
-        yield windows[start : start + size]
-
-
-def _check_finite(
-    streams: Sequence[Stream], last: Float[Tensor, "batch pos d_model"], batch: Sequence[Window], dtype: str
-) -> None:
-    """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
-    where = [f"activations of layer {stream.layer}" for stream in streams if not stream.is_finite]
-    read = (torch.arange(last.shape[1]) < torch.tensor([len(window.tokens) for window in batch])[:, None]).to(last.device)
-    if not where and not bool(last[read].isfinite().all()):
-        where = ["the residual stream after the last layer read"]
-    if where:
-        remedy = _REMEDY.get(dtype, "the weights do not bear this text")
-        windows = f"windows {batch[0].index}-{batch[-1].index}"
-        raise UserError(f"{where[0]}: NaN or infinite in {windows}, beyond what {dtype} holds: {remedy}")
-
-
-def _watched() -> bool:
-    """Whether somebody sees a progress bar: a terminal, or a notebook."""
-    ipython = sys.modules.get("IPython")
-    return sys.stderr.isatty() or (ipython is not None and ipython.get_ipython() is not None)
+    def take(self, a: Float[Tensor, "batch pos d_mlp"], b: Float[Tensor, "batch pos d_mlp"], batch: Batch) -> None:
+        self._accumulator.add(a, b, batch)
 
 
 def _device_name(device: torch.device) -> str:

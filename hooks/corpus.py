@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from analysis.errors import UserError
-from analysis.moments import N_BLOCKS
+from analysis.totals import N_BLOCKS
 from analysis.window import Window
 
 SAMPLE = "sample"

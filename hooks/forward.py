@@ -1,42 +1,107 @@
-"""One hooked forward pass over a batch of windows, no further than what is read."""
+"""One pass over a batch of windows in which a and b of some layers are listened to, and no further than what is read.
 
-from collections.abc import Callable, Sequence
+The pass is the Hugging Face model's own: without the unembedding, without the layers after the last one that is read, and
+with the attention that is fastest on this machine. Listeners sit on the projections themselves, which the model wrapped by
+TransformerLens shares. Where it has other projections (it splits fused ones), its own pass is taken, through its hooks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
-from analysis.errors import UserError
 from analysis.window import Window
 from hooks.models import LoadedModel
+from hooks.sites import Site
 
 HookFunction = Callable[[Tensor, HookPoint], None]
+See = Callable[[Float[Tensor, "batch pos d_mlp"]], None]
+
+
+@dataclass(frozen=True)
+class Listener:
+    """What is done with a and with b of one site; they come in either order."""
+
+    site: Site
+    see_a: See
+    see_b: See
+
+
+class _ReadError(Exception):
+    """Not an error: everything that is read has been seen, and this leaves the pass."""
+
+
+def listen(
+    model: LoadedModel, windows: Sequence[Window], listeners: Sequence[Listener], last_layer: int
+) -> Float[Tensor, "batch pos d_model"]:
+    """One pass with listeners; returns the residual stream after the last layer that is read.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for so many windows at once.
+    """
+    if not all(model.is_plain(listener.site) for listener in listeners):
+        heard = [(listener.site.hook_a, listener.see_a) for listener in listeners]
+        heard += [(listener.site.hook_b, listener.see_b) for listener in listeners]
+        return forward(model, windows, [(name, _hook(see)) for name, see in heard], last_layer)
+    tokens, attention = _inputs(model, windows)
+    found: list[Tensor] = []
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+        found.append(output if isinstance(output, Tensor) else output[0])
+        raise _ReadError
+
+    with ExitStack() as stack, torch.no_grad():
+        for listener in listeners:
+            stack.enter_context(_listening(listener.site.gate_module, listener.see_a))
+            stack.enter_context(_listening(listener.site.up_module, listener.see_b))
+        handle = model.plain_blocks[last_layer].register_forward_hook(leave)
+        stack.callback(handle.remove)
+        with suppress(_ReadError):
+            model.plain.base_model(tokens, use_cache=False, **attention)
+    return found[0]
 
 
 def forward(
-    model: LoadedModel, batch: Sequence[Window], hooks: list[tuple[str, HookFunction]], last_layer: int
+    model: LoadedModel, windows: Sequence[Window], hooks: list[tuple[str, HookFunction]], last_layer: int
 ) -> Float[Tensor, "batch pos d_model"]:
-    """One hooked pass, without the unembedding and without the layers after the last one that is read.
+    """One pass of the wrapped model with any of its hooks, no further than the last layer that is read.
 
     Returns the residual stream after that layer; after the very last one it has passed the final norm.
     """
-    tokens, mask = _padded(batch)
-    tokens = tokens.to(model.device)
-    attention = {} if mask is None else {"attention_mask": mask.to(model.device)}
+    tokens, attention = _inputs(model, windows)
+    with torch.no_grad(), model.bridge.hooks(fwd_hooks=hooks):
+        if last_layer + 1 < len(model.bridge.blocks):
+            return model.bridge(tokens, return_type=None, stop_at_layer=last_layer + 1, **attention)
+        return model.bridge.original_model.base_model(tokens, use_cache=False, **attention).last_hidden_state
+
+
+@contextmanager
+def _listening(module: nn.Module, see: See) -> Iterator[None]:
+    handle = module.register_forward_hook(lambda _, __, output: see(output))
     try:
-        with torch.no_grad(), model.bridge.hooks(fwd_hooks=hooks):
-            if last_layer + 1 < len(model.bridge.blocks):
-                return model.bridge(tokens, return_type=None, stop_at_layer=last_layer + 1, **attention)
-            return model.bridge.original_model.base_model(tokens, use_cache=False, **attention).last_hidden_state
-    except torch.cuda.OutOfMemoryError as error:
-        raise UserError(f"out of GPU memory with {len(batch)} windows a batch: use a smaller --batch-size") from error
+        yield
+    finally:
+        handle.remove()
 
 
-def _padded(batch: Sequence[Window]) -> tuple[Int64[Tensor, "batch pos"], Int64[Tensor, "batch pos"] | None]:
+def _hook(see: See) -> HookFunction:
+    return lambda tensor, hook: see(tensor)
+
+
+def _inputs(model: LoadedModel, windows: Sequence[Window]) -> tuple[Int64[Tensor, "batch pos"], dict[str, Tensor]]:
+    tokens, mask = _padded(windows)
+    return tokens.to(model.device), {} if mask is None else {"attention_mask": mask.to(model.device)}
+
+
+def _padded(windows: Sequence[Window]) -> tuple[Int64[Tensor, "batch pos"], Int64[Tensor, "batch pos"] | None]:
     """Tokens padded on the right, and the attention mask if any were; padding is never counted."""
-    tokens = torch.nn.utils.rnn.pad_sequence([window.tokens for window in batch], batch_first=True)
-    lengths = torch.tensor([len(window.tokens) for window in batch])
+    tokens = torch.nn.utils.rnn.pad_sequence([window.tokens for window in windows], batch_first=True)
+    lengths = torch.tensor([len(window.tokens) for window in windows])
     if bool((lengths == tokens.shape[1]).all()):
         return tokens, None
     return tokens, (torch.arange(tokens.shape[1]) < lengths[:, None]).long()

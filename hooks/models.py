@@ -4,19 +4,22 @@ Files are found and read in ``hooks.sources``; here they are wrapped by Transfor
 is the gated MLP it is taken for.
 """
 
+import copy
 import logging
 import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 import transformers
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from analysis.errors import UserError
 from analysis.run import Record, at_most
@@ -37,6 +40,7 @@ class LoadedModel:
 
     Attributes:
         bridge: the model in TransformerLens.
+        plain: the same model as Hugging Face runs it, with the same weights and projections; for passes that only read.
         tokenizer: encodes text; TransformerLens may have given it special tokens that the model does not know.
         bos: the token that the model expects before a text, or None: asked of the tokenizer as its authors ship it,
             because TransformerLens puts a BOS before every text of every model that has one.
@@ -47,6 +51,7 @@ class LoadedModel:
     """
 
     bridge: TransformerBridge
+    plain: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     bos: int | None
     sites: dict[int, Site]
@@ -57,6 +62,25 @@ class LoadedModel:
     @property
     def device(self) -> torch.device:
         return next(self.bridge.original_model.parameters()).device
+
+    def is_plain(self, site: Site) -> bool:
+        """Whether the plain model calls this site's own projections."""
+        return self._plain_modules.issuperset((site.gate_module, site.up_module))
+
+    @cached_property
+    def _plain_modules(self) -> frozenset[nn.Module]:
+        return frozenset(self.plain.modules())
+
+    @cached_property
+    def plain_blocks(self) -> nn.ModuleList:
+        """The blocks of the plain model."""
+        site = next(iter(self.sites.values()))
+        lists = (module for module in self.plain.modules() if isinstance(module, nn.ModuleList))
+        return next(
+            blocks
+            for blocks in lists
+            if len(blocks) == len(self.bridge.blocks) and site.gate_module in set(blocks[site.layer].modules())
+        )
 
     @property
     def context_limit(self) -> int | None:
@@ -118,9 +142,13 @@ def load_model(
             model, source = _with_random_weights(model, random_seed), source.with_random_weights(random_seed)
         model = _to_device(model.to(precision).eval(), place)
         _check_weights(model, name)
+        plain = _plain(model)
         model.set_attn_implementation("eager")  # as TransformerLens needs it: what is compared is the wrapping alone
         probe = _probe(model).to(place)
         reference = _logits(model, probe)
+        limit = LOGIT_SLACK * max(TOLERANCE[precision], TOLERANCE[torch.float32])
+        if not _logit_error(plain, probe, reference) <= limit:
+            plain.set_attn_implementation("eager")  # not every kernel knows of soft caps and sinks
         bos = _bos(tokenizer)
         if bos is not None:
             tokenizer.init_kwargs["add_bos_token"] = True  # it does so already; unsaid, TransformerLens loads it again
@@ -131,7 +159,9 @@ def load_model(
         reason = next(iter(skipped.values()), "it has no blocks")
         raise UserError(f"{name} has no gated MLP that can be analysed: {describe_blocks(bridge)} (layer 0: {reason})")
     description = _describe(model, source, sites, dtype)
-    return LoadedModel(bridge, tokenizer, bos, sites, skipped, description, _acceptance(sites, logit_error, precision))
+    return LoadedModel(
+        bridge, plain, tokenizer, bos, sites, skipped, description, _acceptance(sites, logit_error, precision, limit)
+    )
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
@@ -161,6 +191,23 @@ def _with_random_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return type(model)(model.config)
+
+
+def _plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model once more: its innermost modules, and so its weights, are shared; the tree above is its own."""
+    configs: dict[int, Any] = {}
+
+    def again(module: nn.Module) -> nn.Module:
+        if not module._modules:
+            return module
+        twin = copy.copy(module)
+        vars(twin)["_modules"] = {name: child and again(child) for name, child in module._modules.items()}
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):  # which says what attention is taken
+                vars(twin)[name] = configs.setdefault(id(value), copy.deepcopy(value))
+        return twin
+
+    return cast(PreTrainedModel, again(model))
 
 
 def _to_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -208,13 +255,13 @@ def _logit_error(model: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference:
     return float((_logits(model, probe) - reference).double().norm() / reference.double().norm())
 
 
-def _acceptance(sites: dict[int, Site], logit_error: float, precision: torch.dtype) -> tuple[Record, ...]:
+def _acceptance(sites: dict[int, Site], logit_error: float, precision: torch.dtype, limit: float) -> tuple[Record, ...]:
     tolerance = TOLERANCE[precision]
     identity, output = (max(getattr(s, error) for s in sites.values()) for error in ("identity_error", "output_error"))
     checks = (
         ("h = g(a, b) on the probe, largest over layers", identity, tolerance),
         ("MLP output from q, k, v, largest over layers", output, OUTPUT_SLACK * tolerance),
-        ("logits with and without TransformerLens", logit_error, LOGIT_SLACK * max(tolerance, TOLERANCE[torch.float32])),
+        ("logits with and without TransformerLens", logit_error, limit),
     )
     return tuple(at_most(*check) for check in checks)
 

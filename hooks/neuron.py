@@ -10,7 +10,7 @@ at a time is no slower on a CPU.
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from analysis.errors import UserError
@@ -19,10 +19,11 @@ from analysis.neuron import NeuronRecord, Seen, by_quadrant
 from analysis.readouts import Readout, Similar, cosines, ends, excitation, nearest, pair_cosines, promoted
 from analysis.run import Layer, Run
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
-from analysis.window import Window
-from hooks.collect import LayerStream, Stream, machine_of, read_through, select_sites, settings_of
+from analysis.window import Batch
+from hooks.collect import LayerStream, machine_of, select_sites, settings_of
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel
+from hooks.reading import Stream, read_through
 from hooks.sites import Site, find_ends
 
 DEFAULT_TOP = 8
@@ -108,15 +109,18 @@ class NeuronStream(Stream):
         self._finite = True
 
     @property
-    def is_finite(self) -> bool:
-        return self._finite
+    def is_finite(self) -> Bool[Tensor, ""]:
+        return torch.tensor(self._finite)
 
     def keep(self, tensor: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos"]:
         return tensor[:, :, self._neuron].double().cpu()
 
-    def take(self, a: Float[Tensor, " pos"], b: Float[Tensor, " pos"], window: Window) -> None:
-        self._finite &= all(bool(values.isfinite().all()) for values in (a, b))
-        self.seen += Seen.of(a, b, self._site.unit, window, self._size)
+    def take(self, a: Float[Tensor, "batch pos"], b: Float[Tensor, "batch pos"], batch: Batch) -> None:
+        for row, window in enumerate(batch.windows):
+            length = len(window.tokens)
+            mine_a, mine_b = a[row, :length], b[row, :length]
+            self._finite &= bool(mine_a.isfinite().all() and mine_b.isfinite().all())
+            self.seen += Seen.of(mine_a, mine_b, self._site.unit, window, self._size)
 
 
 def _site_of(model: LoadedModel, layer: int, index: int) -> Site:

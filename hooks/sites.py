@@ -44,6 +44,7 @@ class Site:
         gain_source: which norm that is, in words.
         identity_error: relative error of h = g(a, b) on the probe.
         output_error: relative error of the MLP's output computed from q, k, v.
+        gate_module, up_module: what gives a and b when it is called on x.
         q_bias, k_bias, v_bias: biases of a, b and y, None where the model has none.
     """
 
@@ -56,6 +57,8 @@ class Site:
     gain_source: str
     identity_error: float
     output_error: float
+    gate_module: nn.Linear
+    up_module: nn.Linear
     q_bias: Float[Tensor, " d_mlp"] | None = None
     k_bias: Float[Tensor, " d_mlp"] | None = None
     v_bias: Float[Tensor, " d_model"] | None = None
@@ -176,8 +179,8 @@ def _capture(
 def _prove(bridge: TransformerBridge, layer: int, seen: dict[str, Tensor], fired: Counter[str]) -> Site:
     block = bridge.blocks[layer]
     mlp = getattr(block, "mlp", None)
-    (q, q_bias), (k, k_bias), (v, v_bias) = (_linear(mlp, part) for part in ("gate", "in", "out"))
-    v = v.T
+    gate, up, down = (_linear(mlp, part) for part in ("gate", "in", "out"))
+    q, k, v = gate.weight, up.weight, down.weight.T
     if not q.shape == k.shape or v.shape[0] != q.shape[0]:
         raise NotASiteError(f"gate {_size(q)}, up {_size(k)} and down {_size(v.T)} weights do not fit one gated unit")
     if q.shape[0] < 2:
@@ -192,17 +195,18 @@ def _prove(bridge: TransformerBridge, layer: int, seen: dict[str, Tensor], fired
     unit, identity_error = _identify(a, b, h, bridge.original_model.config)
     limit = OUTPUT_SLACK * TOLERANCE[h.dtype]
     wide = torch.promote_types(h.dtype, torch.float32)
-    output = GatedMLP(unit, q, k, v, q_bias, k_bias, v_bias).to(wide)(x.to(wide))
+    biases = gate.bias, up.bias, down.bias
+    output = GatedMLP(unit, q, k, v, *biases).to(wide)(x.to(wide))
     output_error = max(_relative_error(output, y), _relative_error(output, _original(mlp, x)))
     if not output_error <= limit:
         raise NotASiteError(f"MLP output from q, k, v is off by {output_error:.1e} (limit {limit:.0e})")
     gain, source = _norm_gain(block, layer, x, seen)
-    weights, biases = (q.detach(), k.detach(), v.detach()), (_detached(bias) for bias in (q_bias, k_bias, v_bias))
-    return Site(layer, unit, *weights, gain, source, identity_error, output_error, *biases)
+    weights, errors = (q.detach(), k.detach(), v.detach()), (identity_error, output_error)
+    return Site(layer, unit, *weights, gain, source, *errors, gate, up, *map(_detached, biases))
 
 
-def _linear(mlp: nn.Module | None, part: str) -> tuple[Tensor, Tensor | None]:
-    """Weight [out, in] and bias of a projection of the MLP."""
+def _linear(mlp: nn.Module | None, part: str) -> nn.Linear:
+    """A projection of the MLP."""
     projection = getattr(getattr(mlp, part, None), "original_component", None)
     if not isinstance(projection, nn.Linear):
         kind = "the block" if mlp is None else type(getattr(mlp, "original_component", mlp)).__name__
@@ -210,7 +214,7 @@ def _linear(mlp: nn.Module | None, part: str) -> tuple[Tensor, Tensor | None]:
         raise NotASiteError(f"{kind} has {what} where a gated MLP has its {part} projection")
     if projection.weight.dtype not in TOLERANCE:
         raise NotASiteError(f"{part} weights are stored as {projection.weight.dtype}: load them dequantized")
-    return projection.weight, projection.bias
+    return projection
 
 
 def _identify(a: Tensor, b: Tensor, h: Tensor, config: Any) -> tuple[Unit, float]:

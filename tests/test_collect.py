@@ -97,7 +97,7 @@ def test_some_layers_are_as_in_the_whole(llama: LoadedModel) -> None:
 
 def test_layers_after_the_last_one_asked_for_are_not_run(llama: LoadedModel) -> None:
     fired = []
-    handle = llama.bridge.blocks[2].mlp.register_forward_pre_hook(lambda *_: fired.append(2))
+    handle = llama.plain_blocks[2].mlp.register_forward_pre_hook(lambda *_: fired.append(2))
     read(llama, layers=[0, 1])
     handle.remove()
     assert fired == []

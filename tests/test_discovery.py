@@ -18,7 +18,7 @@ from analysis.run import Layer
 from analysis.sums import Layout
 from analysis.tile import TileReducer
 from analysis.units import unit_named
-from analysis.window import Window
+from analysis.window import Batch, Window
 from tests.analysis_helpers import assert_close
 
 D_MLP, D_MODEL, TOKENS, DRAWS, BLOCKS = 48, 12, 32, 4, 8
@@ -48,7 +48,7 @@ def layer(seed: int, planted: int = 0, equal: bool = False) -> Layer:
     for block in range(BLOCKS):
         x = 2 * (0.3 * normal(1, D_MODEL) + normal(TOKENS, D_MODEL))
         a, b = (normal(TOKENS, D_MLP) + 0.3 * normal(1, D_MLP) for _ in "ab") if equal else (x @ q.T, x @ k.T)
-        accumulator.add(a, b, Window(block, torch.arange(TOKENS), 0), block)
+        accumulator.add(a[None], b[None], Batch.of([Window(block, torch.arange(TOKENS), 0)], [block]))
     return Layer(SILU, accumulator.moments(), geometry, "none", 0.0, pairing.partners)
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from analysis import measures
 from analysis.jackknife import pooled_error
-from analysis.moments import N_BLOCKS
 from analysis.nulls import Law, Parts, gaussian_nulls
 from analysis.sums import DEFAULT_ALPHAS, Layout, scaling_name
+from analysis.totals import N_BLOCKS
 from analysis.units import Unit, unit_named
 from tests.analysis_helpers import Case, ClampedUnit, SymmetricUnit, assert_close, layer_sums, random_case
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from analysis.errors import UserError
-from hooks import collect
+from hooks import reading
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from tests.test_cli import QUICK, refused
@@ -75,17 +75,17 @@ def test_padding_may_overflow(llama: LoadedModel, monkeypatch: pytest.MonkeyPatc
     """What stands behind the end of a short window is not read, so it says nothing."""
     from dataclasses import replace
 
-    forward = collect.forward
+    listen = reading.listen
 
     def overflowing(*arguments: object, **options: object) -> Tensor:
-        last = forward(*arguments, **options).clone()
+        last = listen(*arguments, **options).clone()
         last[-1, position] = torch.inf
         return last
 
     corpus = llama.read(context=32, max_tokens=64)
     short = replace(corpus.windows[1], tokens=corpus.windows[1].tokens[:9])
     corpus = replace(corpus, windows=(corpus.windows[0], short))
-    monkeypatch.setattr(collect, "forward", overflowing)
+    monkeypatch.setattr(reading, "listen", overflowing)
     if is_read:
         with pytest.raises(UserError, match="residual stream"):
             analyze(llama, corpus, quiet=True)

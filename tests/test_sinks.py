@@ -1,7 +1,6 @@
 """One massive token: what it does to a pooled number, what is not moved by it, and where a run says that it was there."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from analysis.run import Run
-from analysis.window import Window
+from analysis.window import Batch, Window
 from hooks.collect import LayerStream, analyze
 from hooks.models import LoadedModel
 from reports.summary import remarks
@@ -75,16 +74,16 @@ def test_an_uncounted_token_is_extreme_but_changes_no_number() -> None:
 @pytest.fixture
 def planted_run(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run in which one neuron of layer 1 is massive on one token."""
-    reduce = LayerStream._reduce
+    take = LayerStream.take
 
-    def planted(stream: Any, a: Tensor, b: Tensor, batch: Sequence[Window]) -> None:
-        for row, window in enumerate(batch):
+    def planted(stream: Any, a: Tensor, b: Tensor, batch: Batch) -> None:
+        for row, window in enumerate(batch.windows):
             if window.index == WINDOW and stream._site.layer == LAYER:
                 a, b = a.clone(), b.clone()
                 a[row, POSITION, NEURON], b[row, POSITION, NEURON] = 300.0, -800.0
-        reduce(stream, a, b, batch)
+        take(stream, a, b, batch)
 
-    monkeypatch.setattr(LayerStream, "_reduce", planted)
+    monkeypatch.setattr(LayerStream, "take", planted)
     return analyze(llama, llama.read(context=64, max_tokens=1280), quiet=True)
 
 

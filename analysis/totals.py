@@ -1,0 +1,98 @@
+"""What a batch of activations is reduced to, and by what: the contract between ``Accumulator`` and its reducers.
+
+``analysis.tile`` has the one for every device, precision and unit, in torch; ``analysis.fused`` the fast one for a CPU.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Float32, Float64
+from torch import Tensor
+
+from analysis.extremes import Peaks
+from analysis.sums import Layout
+from analysis.units import Unit
+from analysis.window import Batch
+
+N_BLOCKS = 16
+"""Blocks of consecutive sequences that the jackknife leaves out one by one."""
+N_GROUPS = 8
+"""Groups of consecutive blocks, left out one by one for the errors of single neurons."""
+
+
+@dataclass
+class Totals:
+    """The sums of a layer as they grow, added to in place, on the device of the activations.
+
+    Attributes:
+        table: the layout's sums of each neuron.
+        pooled: the same pooled with the value weights, by jackknife block.
+        groups: the sums of ``layout.by_neuron_and_group`` of each neuron by group of blocks.
+        signs: tokens × neurons in each quadrant, by jackknife block.
+        peaks: each neuron's largest |h|.
+    """
+
+    table: Float64[Tensor, "d_mlp moment"]
+    pooled: Float64[Tensor, "block moment"]
+    groups: Float32[Tensor, "group d_mlp kept"]
+    signs: Float64[Tensor, "block 4"]
+    peaks: Peaks
+
+    @classmethod
+    def empty(cls, d_mlp: int, layout: Layout, device: torch.device | str = "cpu") -> "Totals":
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            zeros(d_mlp, layout.size),
+            zeros(N_BLOCKS, layout.size),
+            zeros(N_GROUPS, d_mlp, layout.by_neuron_and_group.size, dtype=torch.float32),
+            zeros(N_BLOCKS, 4),
+            Peaks.empty(d_mlp, device),
+        )
+
+
+@dataclass(frozen=True)
+class TokenSums:
+    """What every token of a batch gives.
+
+    Attributes:
+        gap, scale: for each of the layout's token measures and every token, the two sums over neurons whose ratio is the
+            token's number.
+        energy: Σ_j w_j h_j² of every token.
+    """
+
+    gap: Float64[Tensor, "measure token"]
+    scale: Float64[Tensor, "measure token"]
+    energy: Float64[Tensor, " token"]
+
+
+class Reducer(ABC):
+    """What reduces batches of (a, b) of one layer to sums.
+
+    Attributes:
+        unit: g.
+        layout: which sums there are.
+        value_weight: w, on the device of the activations.
+    """
+
+    unit: Unit
+    layout: Layout
+    value_weight: Float64[Tensor, " d_mlp"]
+
+    @abstractmethod
+    def add(
+        self, a: Float[Tensor, "place d_mlp"], b: Float[Tensor, "place d_mlp"], batch: Batch, totals: Totals
+    ) -> TokenSums:
+        """Add a batch to the totals.
+
+        Args:
+            a: gate pre-activations at all places of the batch, padding included.
+            b: up pre-activations.
+            batch: which places are counted, and in which jackknife block.
+            totals: what is added to.
+
+        Returns:
+            what its counted tokens give, in reading order.
+        """

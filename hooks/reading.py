@@ -1,0 +1,167 @@
+"""A corpus read once: batches as large as the memory bears, and streams that each listen to one layer."""
+
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from tqdm import tqdm
+
+from analysis.errors import UserError
+from analysis.memory import freed_memory_kept
+from analysis.window import Batch, Window
+from hooks.corpus import Corpus
+from hooks.forward import Listener, listen
+from hooks.models import LoadedModel
+from hooks.sites import Site
+
+TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
+"""Tokens in a batch unless told otherwise: more make no pass faster."""
+MEMORY_SHARE = 0.25
+"""The share of a GPU's free memory that the activations of a batch may take by the estimate of ``batch_size_for``."""
+_REMEDY = {"float16": "use --dtype bfloat16 or float32", "bfloat16": "use --dtype float32"}
+
+
+@dataclass
+class Taking:
+    """Which streams have begun to take in a batch, and which have it."""
+
+    begun: list["Stream"] = field(default_factory=list)
+    ended: list["Stream"] = field(default_factory=list)
+
+
+class Stream(ABC):
+    """What listens to one site while the corpus is read: a and b are kept until both have been seen, then let go."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    @property
+    def layer(self) -> int:
+        """The layer it listens to."""
+        return self._site.layer
+
+    @property
+    @abstractmethod
+    def is_finite(self) -> Bool[Tensor, ""]:
+        """Whether everything taken in so far was finite."""
+
+    def keep(self, tensor: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos *neurons"]:
+        """What is kept of a or b until the other has been seen."""
+        return tensor
+
+    @abstractmethod
+    def take(self, a: Float[Tensor, "batch pos *neurons"], b: Float[Tensor, "batch pos *neurons"], batch: Batch) -> None:
+        """Take in what was kept of a batch."""
+
+    def listener(self, batch: Batch, taking: Taking) -> Listener:
+        """What listens while this batch is read."""
+        seen: dict[str, Tensor] = {}
+
+        def see(symbol: str, tensor: Tensor) -> None:
+            seen[symbol] = self.keep(tensor)
+            if len(seen) == 2:
+                taking.begun.append(self)
+                self.take(seen.pop("a"), seen.pop("b"), batch)
+                taking.ended.append(self)
+
+        return Listener(self._site, partial(see, "a"), partial(see, "b"))
+
+
+def read_through(
+    model: LoadedModel, corpus: Corpus, streams: Sequence[Stream], *, batch_size: int | None = None, quiet: bool = False
+) -> int:
+    """One pass over the corpus, no further than the last layer that is listened to.
+
+    Where a batch does not fit into the memory it is halved, and so are those that follow. Returns the last batch size.
+
+    Args:
+        model: from ``load_model``.
+        corpus: from ``model.read()``.
+        streams: what listens.
+        batch_size: windows at once; None fits them to the memory.
+        quiet: no progress bar.
+
+    Raises:
+        UserError: something overflowed, or not even one window fits into the memory.
+    """
+    size = batch_size_for(model, corpus) if batch_size is None else batch_size
+    waiting = deque(corpus.windows)
+    with (
+        freed_memory_kept(),
+        tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar,
+    ):
+        while waiting:
+            windows = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+            size = _read(model, corpus, windows, streams, max(stream.layer for stream in streams))
+            bar.update(sum(len(window.tokens) for window in windows))
+    return size
+
+
+def batch_size_for(model: LoadedModel, corpus: Corpus) -> int:
+    """Windows at once so that a batch has ``TOKENS_AT_ONCE``, or on a GPU what its free memory bears if that is less.
+
+    A token takes, by estimate, eight vectors of the residual stream and five of the MLP.
+    """
+    tokens = TOKENS_AT_ONCE[model.device.type]
+    if model.device.type == "cuda":
+        site = next(iter(model.sites.values()))
+        per_token = (8 * site.q.shape[1] + 5 * site.q.shape[0]) * max(site.q.element_size(), 4)
+        free, _ = torch.cuda.mem_get_info(model.device)
+        tokens = min(tokens, int(MEMORY_SHARE * free / per_token))
+    return max(1, tokens // max(len(window.tokens) for window in corpus.windows))
+
+
+def _read(model: LoadedModel, corpus: Corpus, windows: Sequence[Window], streams: Sequence[Stream], last_layer: int) -> int:
+    """Read these windows at once, or in halves where there is no room for that; returns how many there was room for.
+
+    A stream that has the whole batch when the memory runs out does not listen to its halves.
+    """
+    batch = Batch.of(windows, [corpus.block_of(window) for window in windows], model.device)
+    taking = Taking()
+    try:
+        last = listen(model, windows, [stream.listener(batch, taking) for stream in streams], last_layer)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if len(windows) == 1 or len(taking.begun) > len(taking.ended):
+            raise UserError(
+                f"out of memory on {model.device} with {len(windows)} windows of {len(windows[0].tokens)} tokens at once: "
+                "use a smaller --batch-size or --context, or --dtype bfloat16"
+            ) from error
+    else:
+        _check_finite(streams, last, batch, model.description["dtype"])
+        return len(windows)
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+    half, rest = len(windows) // 2, [stream for stream in streams if stream not in taking.ended]
+    return min(_read(model, corpus, some, rest, last_layer) for some in (windows[:half], windows[half:]))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; torch says so of main memory in the words of a RuntimeError only."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def _check_finite(streams: Sequence[Stream], last: Float[Tensor, "batch pos d_model"], batch: Batch, dtype: str) -> None:
+    """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
+    read = torch.cat([batch.counted, batch.uncounted]).to(last.device)
+    finite = [*(stream.is_finite for stream in streams), last.flatten(0, 1)[read].isfinite().all()]
+    if bool(torch.stack([flag.to(last.device) for flag in finite]).all()):
+        return
+    where = [f"activations of layer {stream.layer}" for stream, flag in zip(streams, finite, strict=False) if not flag]
+    where.append("the residual stream after the last layer read")
+    remedy = _REMEDY.get(dtype, "the weights do not bear this text")
+    windows = f"windows {batch.windows[0].index}-{batch.windows[-1].index}"
+    raise UserError(f"{where[0]}: NaN or infinite in {windows}, beyond what {dtype} holds: {remedy}")
+
+
+def _watched() -> bool:
+    """Whether somebody sees a progress bar: a terminal, or a notebook."""
+    ipython = sys.modules.get("IPython")
+    return sys.stderr.isatty() or (ipython is not None and ipython.get_ipython() is not None)

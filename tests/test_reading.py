@@ -1,0 +1,100 @@
+"""Batches fit the memory; where one does not, it is read in halves and every number stays what it was."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from analysis.errors import UserError
+from analysis.run import Run
+from hooks import reading
+from hooks.collect import analyze
+from hooks.models import LoadedModel
+from hooks.reading import TOKENS_AT_ONCE, batch_size_for, is_out_of_memory
+
+CONTEXT = 48
+
+
+def read(model: LoadedModel, **options: Any) -> Run:
+    return analyze(model, model.read(context=CONTEXT, max_tokens=600), quiet=True, **options)
+
+
+def assert_same(run: Run, other: Run) -> None:
+    for index, layer in run.layers.items():
+        mine, theirs = layer.moments, other.layers[index].moments
+        scale = theirs.neuron.values.abs().amax(dim=1, keepdim=True).clamp(min=1e-30)
+        torch.testing.assert_close(mine.neuron.values / scale, theirs.neuron.values / scale, rtol=0, atol=1e-5)
+        assert torch.equal(mine.signs.sum(), theirs.signs.sum())
+        assert (mine.n_tokens, mine.n_sequences) == (theirs.n_tokens, theirs.n_sequences)
+        assert torch.equal(mine.peaks.places, theirs.peaks.places)
+
+
+def bounded(monkeypatch: pytest.MonkeyPatch, room: int, after: int, error: Callable[[], Exception]) -> list[int]:
+    """Passes of more windows than there is room for fail when that many layers have been heard; returns their sizes."""
+    listen, sizes = reading.listen, []
+
+    def scarce(model: LoadedModel, windows: Any, listeners: Any, last_layer: int) -> Any:
+        sizes.append(len(windows))
+        if len(windows) > room:
+            if heard := listeners[:after]:
+                listen(model, windows, heard, heard[-1].site.layer)
+            raise error()
+        return listen(model, windows, listeners, last_layer)
+
+    monkeypatch.setattr(reading, "listen", scarce)
+    return sizes
+
+
+ERRORS: dict[str, Callable[[], Exception]] = {
+    "of a GPU": lambda: torch.OutOfMemoryError("CUDA out of memory"),
+    "of a CPU": lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    "of python": MemoryError,
+}
+
+
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_batch_that_does_not_fit_is_halved_and_counted_once(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch, error: Callable[[], Exception], after: int
+) -> None:
+    """Layers that had taken the whole batch when the memory ran out do not take its halves too."""
+    expected = read(llama, batch_size=8)
+    sizes = bounded(monkeypatch, 2, after, error)
+    assert_same(read(llama, batch_size=8), expected)
+    assert sizes[:5] == [8, 4, 2, 2, 4]
+    assert set(sizes[7:]) <= {1, 2}  # once halved, no batch is larger than what there was room for
+
+
+def test_no_room_for_one_window_is_said(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    bounded(monkeypatch, 0, 0, ERRORS["of a GPU"])
+    with pytest.raises(
+        UserError, match="out of memory on cpu with 1 windows of 48 tokens at once: use a smaller --batch-size"
+    ):
+        read(llama)
+
+
+def test_a_layer_that_took_in_half_a_batch_is_not_trusted(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def torn(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr("analysis.fused.FusedReducer.add", torn)
+    with pytest.raises(UserError, match="out of memory"):
+        read(llama)
+
+
+def test_other_errors_are_not_taken_for_it(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    bounded(monkeypatch, 0, 0, lambda: RuntimeError("shapes do not match"))
+    with pytest.raises(RuntimeError, match="shapes"):
+        read(llama)
+
+
+@pytest.mark.parametrize(("context", "expected"), [(16, 128), (64, 32)])
+def test_batches_have_so_many_tokens(llama: LoadedModel, context: int, expected: int) -> None:
+    assert batch_size_for(llama, llama.read(context=context)) == expected == TOKENS_AT_ONCE["cpu"] // context
+
+
+def test_the_batch_that_was_taken_is_in_the_record(llama: LoadedModel) -> None:
+    assert read(llama).record["batch_size"] == TOKENS_AT_ONCE["cpu"] // CONTEXT
+    assert read(llama, batch_size=3).record["batch_size"] == 3
