@@ -7,11 +7,14 @@ The score ‖q‖‖k‖‖v‖ is unchanged by every rescaling that leaves the 
 cosines up to sign. Aligned q and k (cosine near 1) make exchange nearly free: the neuron sees a ≈ c·b.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
+
+_ELEMENTS = 2**17
 
 
 @dataclass(frozen=True)
@@ -37,16 +40,13 @@ class Geometry:
         gain: Float[Tensor, " d_model"],
     ) -> "Geometry":
         """From the weights as the model holds them and the gain of the norm before them (ones where there is none)."""
-        q, k, v = q.double() * gain.double(), k.double() * gain.double(), v.double()
-        norm_q, norm_k, norm_v = (torch.linalg.vector_norm(x, dim=1).cpu() for x in (q, k, v))
-        return cls(
-            cos_qk=(q * k).sum(dim=1).cpu() / (norm_q * norm_k),
-            cos_qv=(q * v).sum(dim=1).cpu() / (norm_q * norm_v),
-            cos_kv=(k * v).sum(dim=1).cpu() / (norm_k * norm_v),
-            norm_q=norm_q,
-            norm_k=norm_k,
-            norm_v=norm_v,
-        )
+        gain = gain.double()
+        some = [
+            _products(q[rows].double() * gain, k[rows].double() * gain, v[rows].double())
+            for rows in _rows_at_once(*q.shape)
+        ]
+        norm_q, norm_k, norm_v, qk, qv, kv = torch.cat(some, dim=1).cpu()
+        return cls(qk / (norm_q * norm_k), qv / (norm_q * norm_v), kv / (norm_k * norm_v), norm_q, norm_k, norm_v)
 
     @property
     def score(self) -> Float64[Tensor, " d_mlp"]:
@@ -75,8 +75,12 @@ class Geometry:
         partners: Int64[Tensor, "draw d_mlp"],
     ) -> "Pairing":
         """Re-pairings of these neurons, each with the β that balances q_j and the partner's key; 1 where one is zero."""
-        q, k = q.double() * gain.double(), k.double() * gain.double()
-        sides = torch.stack([(q * k[partner.to(k.device)]).sum(dim=1).cpu() for partner in partners])
+        gain, there = gain.double().square(), partners.to(k.device)
+        some = [
+            torch.stack([(q[rows].double() * gain * k[partner[rows]]).sum(dim=1) for partner in there])
+            for rows in _rows_at_once(*q.shape)
+        ]
+        sides = torch.cat(some, dim=1).cpu()
         ratio = self.norm_q / self.norm_k[partners]
         return Pairing(partners, torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(sides), 1.0))
 
@@ -96,6 +100,18 @@ class Pairing:
 
     partners: Int64[Tensor, "draw d_mlp"]
     balance: Float64[Tensor, "draw d_mlp"]
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor) -> Float64[Tensor, "product row"]:
+    """Norms of q, k and v, then q·k, q·v and k·v."""
+    norms = [torch.linalg.vector_norm(x, dim=1) for x in (q, k, v)]
+    return torch.stack([*norms, (q * k).sum(dim=1), (q * v).sum(dim=1), (k * v).sum(dim=1)])
+
+
+def _rows_at_once(d_mlp: int, d_model: int) -> Iterator[slice]:
+    """Few rows at a time: in float64 the weights of a large layer are gigabytes."""
+    size = max(1, _ELEMENTS // d_model)
+    return (slice(start, start + size) for start in range(0, d_mlp, size))
 
 
 def derangements(d_mlp: int, draws: int, seed: int) -> Int64[Tensor, "draw d_mlp"]:
