@@ -20,8 +20,12 @@ from analysis.actions import Exchange, Scaling, ValueRescaling, residual
 from analysis.conversions import bilinear_sibling, exchanged_twin, fitted_coefficients, symmetric_sibling
 from analysis.errors import UserError
 from analysis.gated import GatedMLP
+from analysis.geometry import Geometry, Pairing
 from analysis.interactions import antisymmetric_share, value_groups
 from analysis.run import Run
+from analysis.sums import Layout
+from analysis.tile import TileReducer
+from analysis.units import Unit
 from hooks.builtin import BUILTINS, builtin_directory
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
@@ -98,6 +102,40 @@ def test_streamed_moments_are_those_of_cached_activations(smollm2: LoadedModel, 
         assert row["top_token_share"] == pytest.approx(
             ((h**2) @ weight).max().item() / ((h**2) @ weight).sum().item(), rel=1e-4
         )
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_every_column_is_that_of_float64_statistics(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same activations, by the fused loop and in float64 throughout: values within 1e-5.
+
+    Errors are differences of nearly equal sums, those of neurons from sums that are kept in float32.
+    """
+    model: LoadedModel = request.getfixturevalue(name)
+    text, layers = model.read(max_tokens=2000), [0, 11, 17]
+    fast = layers_table(analyze(model, text, layers=layers, quiet=True))
+
+    def exact(unit: Unit, layout: Layout, geometry: Geometry, pairing: Pairing, *_: object) -> TileReducer:
+        return TileReducer(unit, layout, geometry, pairing, dtype=torch.float64)
+
+    monkeypatch.setattr("hooks.collect.reducer_of", exact)
+    slow = layers_table(analyze(model, text, layers=layers, quiet=True))
+    assert list(fast.columns) == list(slow.columns)
+    for column in fast.select_dtypes("number"):
+        limit = 1e-4 if column.endswith("_se") else 1e-5
+        np.testing.assert_allclose(fast[column], slow[column], rtol=limit, atol=1e-9, err_msg=column)
+
+
+def test_the_pass_that_reads_is_the_models_own(smollm2: LoadedModel, gemma3: LoadedModel) -> None:
+    """What is listened to is what Hugging Face computes, with the attention it takes by itself."""
+    for model in (smollm2, gemma3):
+        assert all(model.is_plain(site) for site in model.sites.values())
+        assert model.plain.config._attn_implementation == "sdpa"
+        tokens = model.read(max_tokens=300).windows[0].tokens[None]
+        with torch.no_grad():
+            mine, theirs = model.plain(tokens).logits, model.bridge.original_model(tokens).logits
+        assert float((mine - theirs).norm() / theirs.norm()) < 1e-4
 
 
 def test_the_first_token_hides_what_layers_11_and_28_do(smollm2: LoadedModel, smollm2_run: Run) -> None:
