@@ -582,6 +582,8 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found):  # type: ig
 class FusedReducer(Reducer):
     """Reduces batches of (a, b) of one layer on the CPU, on as many threads as torch has."""
 
+    kind = "fused"
+
     def __init__(self, unit: GatedUnit, layout: Layout, geometry: Geometry, pairing: Pairing) -> None:
         """As ``TileReducer``, with an activation that is one of ``KINDS``."""
         self.unit, self.layout = unit, layout
@@ -707,10 +709,13 @@ class FusedReducer(Reducer):
 def reducer_of(
     unit: Unit, layout: Layout, geometry: Geometry, pairing: Pairing, device: torch.device, dtype: torch.dtype
 ) -> Reducer:
-    """The fastest reducer for activations of this dtype on this device."""
+    """The fastest reducer for activations of this dtype on this device.
+
+    On a CPU what the fused loop does not take is summed eagerly: to compile it would take longer than most runs.
+    """
     if isinstance(unit, GatedUnit) and unit.activation.name in KINDS and device.type == "cpu" and dtype != torch.float64:
         return FusedReducer(unit, layout, geometry, pairing)
-    return TileReducer(unit, layout, geometry, pairing, device, dtype)
+    return TileReducer(unit, layout, geometry, pairing, device, dtype, compiled=device.type == "cuda")
 
 
 def _scales_of(unit: GatedUnit, layout: Layout) -> _Scales:

@@ -229,6 +229,11 @@ class Accumulator:
         self._n_sequences += len(batch.windows)
 
     @property
+    def kind(self) -> str:
+        """How the sums are computed: see ``Reducer``."""
+        return self._reduce.kind
+
+    @property
     def is_finite(self) -> Bool[Tensor, ""]:
         """Whether everything taken in so far was finite; on the device, where asking does not wait."""
         return self._totals.pooled.sum().isfinite()

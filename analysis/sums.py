@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from analysis.units import Unit
@@ -136,11 +136,17 @@ class Layout:
                     place[row] = start + kept.alphas.index(self.alphas[i])
         return tuple(place)
 
-    def narrow(self, table: Float64[Tensor, "moment column"]) -> Float64[Tensor, "kept column"]:
-        """Of a whole table, the rows of ``by_neuron_and_group``."""
-        place = torch.tensor(self.narrowing, device=table.device)
-        kept = table.new_zeros(self.by_neuron_and_group.size, table.shape[1])
-        return kept.index_add_(0, place[place >= 0], table[place >= 0])
+    def narrow(
+        self, table: Float64[Tensor, "moment column"], kept: Int64[Tensor, "2 kept_moment"] | None = None
+    ) -> Float64[Tensor, "kept column"]:
+        """Of a whole table, the rows of ``by_neuron_and_group``; with ``kept_rows`` it waits for no device."""
+        rows, place = self.kept_rows(table.device) if kept is None else kept
+        return table.new_zeros(self.by_neuron_and_group.size, table.shape[1]).index_add_(0, place, table[rows])
+
+    def kept_rows(self, device: torch.device | str) -> Int64[Tensor, "2 kept_moment"]:
+        """The rows that are kept in ``by_neuron_and_group``, and the place of each there."""
+        kept = [(row, place) for row, place in enumerate(self.narrowing) if place >= 0]
+        return torch.tensor(kept, device=device).T.contiguous()
 
 
 def scaling_name(alpha: float) -> str:

@@ -75,11 +75,13 @@ class Reducer(ABC):
         unit: g.
         layout: which sums there are.
         value_weight: w, on the device of the activations.
+        kind: how it computes: "fused", "compiled" or "eager".
     """
 
     unit: Unit
     layout: Layout
     value_weight: Float64[Tensor, " d_mlp"]
+    kind: str
 
     @abstractmethod
     def add(

@@ -33,6 +33,11 @@ class Unit(ABC):
     """Whether up(b) = b."""
 
     @property
+    def can_be_compiled(self) -> bool:
+        """Whether torch.compile takes it: it compiles a derivative that is written out, not one that torch takes."""
+        return False
+
+    @property
     @abstractmethod
     def name(self) -> str:
         """A name from which ``unit_named`` makes the unit again."""
@@ -96,6 +101,10 @@ class GatedUnit(Unit):
     activation: Activation
 
     @property
+    def can_be_compiled(self) -> bool:
+        return self.activation.euler is not None
+
+    @property
     def name(self) -> str:
         return self.activation.name
 
@@ -110,6 +119,10 @@ class GatedUnit(Unit):
     def gate_at_limit(self, a: Scalars, alpha: float) -> Scalars:
         slopes = self.activation.slope_at_zero if alpha == 0 else self.activation.slope_at_infinity
         return super().gate_at_limit(a, alpha) if slopes is None else _one_sided(a, slopes)
+
+    def euler(self, a: Scalars, b: Scalars) -> Scalars:
+        euler = self.activation.euler
+        return super().euler(a, b) if euler is None else euler(a) * b
 
 
 def _one_sided(a: Scalars, slopes: Slopes) -> Scalars:
@@ -128,6 +141,7 @@ class GptOssUnit(Unit):
     """
 
     up_is_linear = False
+    can_be_compiled = True
 
     @property
     def name(self) -> str:
@@ -139,6 +153,11 @@ class GptOssUnit(Unit):
 
     def up(self, b: Scalars) -> Scalars:
         return b.clamp(-7.0, 7.0) + 1
+
+    def euler(self, a: Scalars, b: Scalars) -> Scalars:
+        inside, logistic = a.clamp(max=7.0), torch.sigmoid(1.702 * a.clamp(max=7.0))
+        slope = logistic * (1 + 1.702 * inside * torch.sigmoid(-1.702 * inside)) * (a <= 7)
+        return a * slope * self.up(b) - inside * logistic * (b * (b.abs() <= 7))
 
 
 OTHER_UNITS: dict[str, Unit] = {unit.name: unit for unit in (GptOssUnit(),)}

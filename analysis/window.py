@@ -1,11 +1,12 @@
 """A window, one sequence of tokens; and a batch of windows, which is read at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch import Tensor
 
 
@@ -22,6 +23,22 @@ class Window:
         return len(self.tokens) - self.counted_from
 
 
+class Tile(NamedTuple):
+    """Counted tokens of one jackknife block that are summed at once, in chunks of one length.
+
+    Attributes:
+        places: their places.
+        live: which of them are there and not padding, which repeats the last one; None where there is no padding.
+        n_tokens: how many are there.
+        block: their jackknife block.
+    """
+
+    places: Int64[Tensor, "chunk token"]
+    live: Bool[Tensor, "chunk token"] | None
+    n_tokens: int
+    block: int
+
+
 @dataclass(frozen=True)
 class Batch:
     """Windows that are read together, padded on the right to one length: row i, position p is place i·length + p.
@@ -30,6 +47,7 @@ class Batch:
         windows: the windows, one a row.
         counted: the places of counted tokens, in reading order.
         uncounted: the places of tokens that are fed but not counted.
+        fed: the places of both, in reading order.
         places: window, position, token id, and 1 if the token is counted, of every place; −1 in the padding.
         runs: stretches of counted tokens that belong to one jackknife block: first, last + 1, block.
         blocks: the jackknife block of every counted token.
@@ -38,9 +56,11 @@ class Batch:
     windows: tuple[Window, ...]
     counted: Int64[Tensor, " token"]
     uncounted: Int64[Tensor, " uncounted"]
+    fed: Int64[Tensor, " fed"]
     places: Int64[Tensor, "4 place"]
     runs: tuple[tuple[int, int, int], ...]
     blocks: Int64[Tensor, " token"]
+    _tiles: dict[tuple[int, int, bool], list[Tile]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, windows: Sequence[Window], blocks: Sequence[int], device: torch.device | str = "cpu") -> "Batch":
@@ -52,7 +72,7 @@ class Batch:
             index, counted = torch.full_like(position, window.index), (position >= window.counted_from).long()
             row[:, : len(position)] = torch.stack([index, position, window.tokens.cpu(), counted])
         places = places.flatten(1)
-        counted, uncounted = ((places[3] == kind).nonzero()[:, 0] for kind in (1, 0))
+        counted, uncounted, fed = (kind.nonzero()[:, 0] for kind in (places[3] == 1, places[3] == 0, places[3] >= 0))
         of_token = [block for window, block in zip(windows, blocks, strict=True) for _ in range(window.n_counted)]
         runs, start = [], 0
         for block, tokens in groupby(of_token):
@@ -63,6 +83,7 @@ class Batch:
             windows=tuple(windows),
             counted=counted.to(device),
             uncounted=uncounted.to(device),
+            fed=fed.to(device),
             places=places.to(device),
             runs=tuple(runs),
             blocks=torch.tensor(of_token, dtype=torch.int64, device=device),
@@ -71,6 +92,31 @@ class Batch:
     def pieces(self, size: int) -> list[tuple[int, int, int]]:
         """The runs, cut into stretches of at most that many tokens."""
         return [(at, min(at + size, stop), block) for start, stop, block in self.runs for at in range(start, stop, size)]
+
+    def tiles(self, size: int, chunk: int, padded: bool) -> list[Tile]:
+        """The runs, cut into tiles; made once for all layers, on the device and without waiting for it.
+
+        Args:
+            size: tokens in a tile at most, a multiple of the chunk.
+            chunk: tokens in a chunk.
+            padded: whether every chunk is full and every tile has two or more, so that all are of one kind; if not, what
+                is left of a run behind its last full chunk is a tile of its own.
+        """
+        key = size, chunk, padded
+        if key not in self._tiles:
+            cut = self._padded if padded else self._exact
+            self._tiles[key] = [tile for piece in self.pieces(size) for tile in cut(chunk, *piece)]
+        return self._tiles[key]
+
+    def _padded(self, chunk: int, first: int, last: int, block: int) -> list[Tile]:
+        shape = max(2, -(-(last - first) // chunk)), chunk
+        token = torch.arange(first, first + shape[0] * chunk, device=self.counted.device).view(shape)
+        return [Tile(self.counted[token.clamp(max=last - 1)], token < last, last - first, block)]
+
+    def _exact(self, chunk: int, first: int, last: int, block: int) -> list[Tile]:
+        middle = last - (last - first) % chunk
+        parts = (self.counted[first:middle].view(-1, chunk), self.counted[None, middle:last])
+        return [Tile(part, None, part.numel(), block) for part in parts if part.numel()]
 
     @property
     def n_tokens(self) -> int:

@@ -64,12 +64,13 @@ def analyze(
     started = time.perf_counter()
     sites = select_sites(model, layers)
     size = batch_size_for(model, corpus) if batch_size is None else batch_size
-    found = collect(model, corpus, sites, alphas=alphas, draws=draws, batch_size=size, seed=seed, quiet=quiet)
+    found, kinds = collect(model, corpus, sites, alphas=alphas, draws=draws, batch_size=size, seed=seed, quiet=quiet)
     controls = controls_of(model, corpus, sites, seed)
     asked = range(model.description["n_layers"]) if layers is None else layers
     skipped = {layer: reason for layer, reason in model.skipped.items() if layer in asked}
     record = {
         "batch_size": size,
+        "statistics": ", ".join(sorted(kinds)),
         "wall_time_s": round(time.perf_counter() - started, 2),
         "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -144,11 +145,11 @@ def collect(
     batch_size: int | None = None,
     seed: int = 0,
     quiet: bool = False,
-) -> dict[int, Layer]:
-    """Every site with what was seen of it over the corpus, in one pass."""
+) -> tuple[dict[int, Layer], set[str]]:
+    """Every site with what was seen of it over the corpus, in one pass; and the kinds of reducers that took the sums."""
     streams = {layer: LayerStream.of(site, corpus, alphas, draws, seed + layer) for layer, site in sites.items()}
     read_through(model, corpus, list(streams.values()), batch_size=batch_size, quiet=quiet)
-    return {layer: stream.found() for layer, stream in streams.items()}
+    return {layer: stream.found() for layer, stream in streams.items()}, {stream.kind for stream in streams.values()}
 
 
 class LayerStream(Stream):
@@ -166,6 +167,11 @@ class LayerStream(Stream):
         geometry = Geometry.of(site.q, site.k, site.v, site.gain)
         pairing = geometry.pairing(site.q, site.k, site.gain, derangements(len(site.q), draws, seed))
         return cls(site, geometry, pairing, Layout.of(site.unit, alphas, draws), corpus)
+
+    @property
+    def kind(self) -> str:
+        """How its sums are computed."""
+        return self._accumulator.kind
 
     def found(self) -> Layer:
         """The layer with what was seen of it until now."""

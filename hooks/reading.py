@@ -150,8 +150,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _check_finite(streams: Sequence[Stream], last: Float[Tensor, "batch pos d_model"], batch: Batch, dtype: str) -> None:
     """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
-    read = torch.cat([batch.counted, batch.uncounted]).to(last.device)
-    finite = [*(stream.is_finite for stream in streams), last.flatten(0, 1)[read].isfinite().all()]
+    finite = [*(stream.is_finite for stream in streams), last.flatten(0, 1)[batch.fed.to(last.device)].isfinite().all()]
     if bool(torch.stack([flag.to(last.device) for flag in finite]).all()):
         return
     where = [f"activations of layer {stream.layer}" for stream, flag in zip(streams, finite, strict=False) if not flag]

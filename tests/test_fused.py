@@ -21,11 +21,17 @@ EXACTNESS = 2e-6
 """Of the largest sum of a row: products are float32, and so is what a neuron adds up over 256 tokens."""
 
 
-def batch_of(lengths: Sequence[int], blocks: Sequence[int], counted_from: int = 1, first: int = 0) -> Batch:
+def batch_of(
+    lengths: Sequence[int],
+    blocks: Sequence[int],
+    counted_from: int = 1,
+    first: int = 0,
+    device: torch.device | str = "cpu",
+) -> Batch:
     windows = [
         Window(first + i, torch.arange(length) + 7 * i, min(counted_from, length)) for i, length in enumerate(lengths)
     ]
-    return Batch.of(windows, blocks)
+    return Batch.of(windows, blocks, device)
 
 
 def padded(x: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from analysis.activations import ACTIVATIONS, ALIASES, activation_named
 from analysis.errors import UserError
-from analysis.units import GatedUnit, unit_named
+from analysis.units import GatedUnit, Unit, unit_named
 from tests import reference
 from tests.analysis_helpers import TWINS, ClampedUnit, SymmetricUnit, assert_close, clamped_twin
 
@@ -127,6 +127,21 @@ def test_euler_is_the_closed_form(name: str) -> None:
     sigma, derivative, _, _ = reference.ACTIVATIONS[TWINS[name]]
     closed = reference.apply(lambda x, y: y * (x * derivative(x) - sigma(x)), [a.tolist()], [b.tolist()])
     assert_close(unit_named(name).euler(a, b), closed[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", [*TWINS, "gpt_oss"])
+def test_euler_written_out_is_what_differentiation_gives(name: str, dtype: torch.dtype) -> None:
+    unit, (a, b) = unit_named(name), pairs()
+    a, b = 5 * a, 5 * b
+    assert ((a.abs() > 7) & (b.abs() < 7)).any()
+    expected = Unit.euler(unit, a, b)
+    found = unit.euler(a.to(dtype), b.to(dtype))
+    assert found.dtype == dtype
+    assert_close(found, expected, torch.float32)  # far out torch's own derivative rounds, and its softplus is cut off
+    far = torch.tensor([-1e4, -100.0, 100.0, 1e4], dtype=dtype)
+    assert unit.euler(far, torch.ones_like(far)).isfinite().all()
+    assert unit.euler(torch.tensor([torch.nan, 1.0]), torch.tensor([1.0, torch.nan])).isnan().all()  # tells of overflow
 
 
 @pytest.mark.parametrize("unit", [unit_named("silu"), ClampedUnit(), SymmetricUnit()], ids=lambda unit: unit.name)
