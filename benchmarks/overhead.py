@@ -28,7 +28,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from benchmarks.machine import machine
+from benchmarks.common import machine
 
 from analysis.memory import freed_memory_kept
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
