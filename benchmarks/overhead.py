@@ -28,10 +28,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from benchmarks.common import machine
 
 from analysis.memory import freed_memory_kept
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from benchmarks.common import machine
 from hooks.builtin import DEFAULT_MODEL
 from hooks.collect import LayerStream
 from hooks.models import load_model, resolve_device, resolve_dtype
