@@ -30,7 +30,7 @@ from hooks.models import LoadedModel
 from hooks.reading import Stream, batch_size_for, read_through
 from hooks.sites import Site
 
-VERSIONED = ("torch", "transformer-lens", "transformers", "numpy")
+VERSIONED = ("torch", "transformer-lens", "transformers", "numpy", "numba")
 
 
 def analyze(

@@ -146,22 +146,20 @@ def load_model(
         model.set_attn_implementation("eager")  # as TransformerLens needs it: what is compared is the wrapping alone
         probe = _probe(model).to(place)
         reference = _logits(model, probe)
-        limit = LOGIT_SLACK * max(TOLERANCE[precision], TOLERANCE[torch.float32])
-        if not _logit_error(plain, probe, reference) <= limit:
-            plain.set_attn_implementation("eager")  # not every kernel knows of soft caps and sinks
         bos = _bos(tokenizer)
         if bos is not None:
             tokenizer.init_kwargs["add_bos_token"] = True  # it does so already; unsaid, TransformerLens loads it again
         bridge = _wrap(model, tokenizer, name, precision)
-        logit_error = _logit_error(bridge.original_model, probe, reference)
+        limit = LOGIT_SLACK * max(TOLERANCE[precision], TOLERANCE[torch.float32])
+        wrapped_error = _logit_error(bridge.original_model, probe, reference)
+        plain_error = _with_fast_attention(plain, probe, reference, limit)
         sites, skipped = find_sites(bridge, probe)
     if not sites:
         reason = next(iter(skipped.values()), "it has no blocks")
         raise UserError(f"{name} has no gated MLP that can be analysed: {describe_blocks(bridge)} (layer 0: {reason})")
     description = _describe(model, source, sites, dtype)
-    return LoadedModel(
-        bridge, plain, tokenizer, bos, sites, skipped, description, _acceptance(sites, logit_error, precision, limit)
-    )
+    acceptance = _acceptance(sites, wrapped_error, plain_error, precision, limit)
+    return LoadedModel(bridge, plain, tokenizer, bos, sites, skipped, description, acceptance)
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
@@ -255,13 +253,27 @@ def _logit_error(model: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference:
     return float((_logits(model, probe) - reference).double().norm() / reference.double().norm())
 
 
-def _acceptance(sites: dict[int, Site], logit_error: float, precision: torch.dtype, limit: float) -> tuple[Record, ...]:
+def _with_fast_attention(
+    plain: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference: Float[Tensor, "1 pos vocab"], limit: float
+) -> float:
+    """Error of the plain model's logits with its own attention; with eager attention if that is beyond the limit."""
+    error = _logit_error(plain, probe, reference)
+    if error <= limit:
+        return error
+    plain.set_attn_implementation("eager")  # not every kernel knows of soft caps and sinks
+    return _logit_error(plain, probe, reference)
+
+
+def _acceptance(
+    sites: dict[int, Site], wrapped_error: float, plain_error: float, precision: torch.dtype, limit: float
+) -> tuple[Record, ...]:
     tolerance = TOLERANCE[precision]
     identity, output = (max(getattr(s, error) for s in sites.values()) for error in ("identity_error", "output_error"))
     checks = (
         ("h = g(a, b) on the probe, largest over layers", identity, tolerance),
         ("MLP output from q, k, v, largest over layers", output, OUTPUT_SLACK * tolerance),
-        ("logits with and without TransformerLens", logit_error, limit),
+        ("logits with and without TransformerLens", wrapped_error, limit),
+        ("logits of the pass that reads, with its own attention", plain_error, limit),
     )
     return tuple(at_most(*check) for check in checks)
 

@@ -83,6 +83,7 @@ LINES = (
     "h = g(a, b)",
     "MLP output from q, k, v",
     "logits with and without TransformerLens",
+    "logits of the pass that reads, with its own attention",
     *(f"{control} must change" for control in (*RESCALINGS, ORDER, EXCHANGE)),
     "activation, g(a, b)",
     "precision",
@@ -105,7 +106,7 @@ def test_every_line_of_the_acceptance_block_has_a_value_a_limit_and_a_verdict(ru
     for record in run.controls:
         pick = max if record["must"] == "hold" else min
         worst[record["control"]] = pick(worst[record["control"]], record["value"])
-    assert [check["value"] for check in run.acceptance[3:7]] == list(worst.values())
+    assert [check["value"] for check in run.acceptance[4:8]] == list(worst.values())
 
 
 def changed(run: Run, check: int, **fields: object) -> Run:
@@ -115,7 +116,7 @@ def changed(run: Run, check: int, **fields: object) -> Run:
 
 
 def test_of_two_runs_the_worse_outcome_is_kept(run: Run) -> None:
-    error, control, fails, words = 0, 3, 6, 8
+    error, control, fails, words = 0, 4, 7, 9
     for check, worse, better in ((error, 1e-6, 0.0), (control, 1e-6, 0.0), (fails, 0.002, 0.9)):
         runs = [changed(run, check, value=value) for value in (worse, better)]
         for first, second in (runs, runs[::-1]):

@@ -1,16 +1,18 @@
 """Batches fit the memory; where one does not, it is read in halves and every number stays what it was."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 
 from analysis.errors import UserError
 from analysis.run import Run
 from hooks import reading
 from hooks.collect import analyze
-from hooks.models import LoadedModel
+from hooks.models import LoadedModel, load_model
 from hooks.reading import TOKENS_AT_ONCE, batch_size_for, is_out_of_memory
 
 CONTEXT = 48
@@ -98,3 +100,18 @@ def test_batches_have_so_many_tokens(llama: LoadedModel, context: int, expected:
 def test_the_batch_that_was_taken_is_in_the_record(llama: LoadedModel) -> None:
     assert read(llama).record["batch_size"] == TOKENS_AT_ONCE["cpu"] // CONTEXT
     assert read(llama, batch_size=3).record["batch_size"] == 3
+
+
+def test_an_attention_that_is_wrong_is_not_read_with(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that leaves out what the model needs shows in the logits; then the eager one is taken."""
+    scaled = functional.scaled_dot_product_attention
+
+    def wrong(*inputs: torch.Tensor, **options: Any) -> torch.Tensor:
+        return 3 * scaled(*inputs, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", wrong)
+    model = load_model(str(tiny_llama), device="cpu")
+    assert model.plain.config._attn_implementation == "eager"
+    assert all(check["passed"] for check in model.acceptance)
+    monkeypatch.undo()
+    assert load_model(str(tiny_llama), device="cpu").plain.config._attn_implementation == "sdpa"
