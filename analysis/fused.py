@@ -10,10 +10,12 @@ Products are float32, summed over at most 256 tokens in the lanes of a vector, t
 """
 
 import math
+import os
+import threading
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,10 +86,25 @@ def _wide_vectors() -> None:
 
 
 _wide_vectors()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _compiled(*fastmath: str) -> Callable[[_Function], _Function]:
+    """Compiled when it is first called, and kept on disk where that can be written."""
+    # All memory is made outside, so references need not be counted: each count is an atomic instruction.
+    options = {"nogil": True, "error_model": "numpy", "_nrt": False, "fastmath": set(fastmath)}
+
+    def compiled(function: _Function) -> _Function:
+        try:
+            return njit(cache=True, **options)(function)
+        except RuntimeError:  # numba found no place for it
+            return njit(**options)(function)
+
+    return compiled
+
+
 # Sums may be reassociated, which is what makes vectors of them; NaN and infinity must survive, they tell of overflow.
-# All memory is made outside, so references need not be counted: each count is an atomic instruction.
-_jit = partial(njit, nogil=True, cache=True, error_model="numpy", _nrt=False)
-_fast, _exact = _jit(fastmath={"reassoc", "nsz", "contract", "arcp", "afn"}), _jit(fastmath={"contract"})
+_fast, _exact = _compiled("reassoc", "nsz", "contract", "arcp", "afn"), _compiled("contract")
 
 
 @_exact
@@ -732,10 +749,14 @@ def _scales_of(unit: GatedUnit, layout: Layout) -> _Scales:
     )
 
 
-@lru_cache(maxsize=1)
-def _room(*shape: int) -> Sequence[ndarray]:
+_kept = threading.local()
+
+
+def _room(*shape: int) -> Sequence[Float32[ndarray, "tile d_mlp room"]]:
     """Memory for turned tiles, kept from batch to batch: fresh memory costs more than what is written to it."""
-    return [_aligned(*shape) for _ in range(2)]
+    if getattr(_kept, "shape", None) != shape:
+        _kept.shape, _kept.room = shape, [_aligned(*shape) for _ in range(2)]
+    return _kept.room
 
 
 def _aligned(*shape: int) -> Float32[ndarray, "..."]:
@@ -760,4 +781,4 @@ def _on_threads(function: Callable[[int, int], _T], shares: Sequence[tuple[int, 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="fused")
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="fused")

@@ -1,12 +1,16 @@
 """The fused loop gives the sums of the torch loop in float64, for every activation, shape and layout that it takes."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from numba import njit
 from torch import Tensor
 
+from analysis import fused
 from analysis.activations import ACTIVATIONS
 from analysis.fused import KINDS, NEURONS_AT_ONCE, TILE, FusedReducer, reducer_of
 from analysis.geometry import derangements
@@ -188,3 +192,23 @@ def test_of_equal_peaks_the_first_is_kept(name: str) -> None:
     for counted_from in (0, 1):
         fused, exact = both(case, lengths, (0, 1, 1), times=2, counted_from=counted_from)
         assert torch.equal(fused.peaks.places, exact.peaks.places)
+
+
+def test_two_at_once_do_not_meet() -> None:
+    """Memory for tiles is kept from batch to batch, but not shared by two threads that reduce at the same time."""
+    cases = [random_case("silu", (300, 200), 40, dtype=torch.float32, seed=seed) for seed in range(4)]
+    alone = [both(case, (300, 200), (0, 1), times=5)[0] for case in cases]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda case: both(case, (300, 200), (0, 1), times=5)[0], cases))
+    for first, second in zip(alone, together, strict=True):
+        torch.testing.assert_close(first.neuron.values, second.neuron.values, rtol=1e-12, atol=0)
+
+
+def test_it_compiles_where_nothing_can_be_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(**options: Any) -> Any:
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return njit(**options)
+
+    monkeypatch.setattr(fused, "njit", nowhere)
+    assert fused._compiled("contract")(lambda x: x + 1)(1) == 2
