@@ -624,8 +624,7 @@ class FusedReducer(Reducer):
     ) -> TokenSums:
         """As ``Reducer.add``."""
         a, b = a.float().contiguous(), b.float().contiguous()
-        known, peak_at = totals.peaks.values[0].abs().nan_to_num(nan=-1.0).float(), np.full(a.shape[1], -1)
-        peak_size = known.clone().numpy()
+        known, peak_at = totals.peak_size.clone(), np.full(a.shape[1], -1)
         parts = np.zeros((1 + 2 * len(self.layout.token_measures), len(batch.counted)))
         shares, pieces = _shares(a.shape[1]), batch.pieces(TILE)
         at_once = max(1, TILE_BYTES // (2 * 4 * TILE * a.shape[1]))
@@ -637,7 +636,7 @@ class FusedReducer(Reducer):
                 found = _Found(
                     totals.table.numpy(),
                     totals.groups.numpy(),
-                    peak_size,
+                    totals.peak_size.numpy(),
                     peak_at,
                     np.zeros(totals.pooled.shape),
                     np.zeros(totals.signs.shape),
@@ -658,7 +657,7 @@ class FusedReducer(Reducer):
                 totals.signs += torch.from_numpy(found.signs)
                 for (first, last, _), tile in zip(group, found.tokens, strict=True):
                     parts[:, first:last] += tile[:, : last - first]
-        self._raise_peaks(totals, known, peak_at, a, b, batch)
+        self._raise_peaks(totals, peak_at, a, b, batch, known)
         return self._token_sums(torch.from_numpy(parts))
 
     def _tiles(
@@ -707,20 +706,25 @@ class FusedReducer(Reducer):
     def _raise_peaks(
         self,
         totals: Totals,
-        known: Float32[Tensor, " d_mlp"],
         peak_at: Int64[ndarray, " d_mlp"],
         a: Float32[Tensor, "place d_mlp"],
         b: Float32[Tensor, "place d_mlp"],
         batch: Batch,
+        known: Float32[Tensor, " d_mlp"],
     ) -> None:
         """Take in the counted tokens on which |h| was larger than was known before, and those that are not counted."""
-        peaks, aside, neuron = totals.peaks, batch.uncounted, torch.from_numpy(np.flatnonzero(peak_at >= 0))
+        neuron = torch.from_numpy(np.flatnonzero(peak_at >= 0))
         place = batch.counted[torch.from_numpy(peak_at)[neuron]]
         x, y = a[place, neuron], b[place, neuron]
+        peaks = Peaks(totals.peaks.values.clone(), totals.peaks.places.clone())
         peaks.values[:, neuron] = torch.stack([self.unit(x, y), x, y]).double()
         peaks.places[:, neuron] = batch.places[:, place]
+        aside = batch.uncounted
         if len(aside) and bool((self.unit(a[aside], b[aside]).abs() > known).any()):
-            totals.peaks = peaks + Peaks.of(a[aside], b[aside], self.unit, batch.places[:, aside])
+            of_aside = Peaks.of(a[aside], b[aside], self.unit, batch.places[:, aside])
+            totals.peak_size = torch.maximum(totals.peak_size, of_aside.values[0].abs().float())
+            peaks += of_aside
+        totals.peaks = peaks
 
 
 def reducer_of(

@@ -31,6 +31,7 @@ class Totals:
         groups: the sums of ``layout.by_neuron_and_group`` of each neuron by group of blocks.
         signs: tokens × neurons in each quadrant, by jackknife block.
         peaks: each neuron's largest |h|.
+        peak_size: the same as a reducer itself computes it, by which equal ones are known as equal; −1 for none.
     """
 
     table: Float64[Tensor, "d_mlp moment"]
@@ -38,6 +39,7 @@ class Totals:
     groups: Float32[Tensor, "group d_mlp kept"]
     signs: Float64[Tensor, "block 4"]
     peaks: Peaks
+    peak_size: Float32[Tensor, " d_mlp"]
 
     @classmethod
     def empty(cls, d_mlp: int, layout: Layout, device: torch.device | str = "cpu") -> "Totals":
@@ -50,6 +52,7 @@ class Totals:
             zeros(N_GROUPS, d_mlp, layout.by_neuron_and_group.size, dtype=torch.float32),
             zeros(N_BLOCKS, 4),
             Peaks.empty(d_mlp, device),
+            zeros(d_mlp, dtype=torch.float32) - 1,
         )
 
 

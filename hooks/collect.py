@@ -30,6 +30,7 @@ from hooks.models import LoadedModel
 from hooks.reading import Stream, batch_size_for, read_through
 from hooks.sites import Site
 
+SMALLEST_ALPHA, LARGEST_ALPHA = 1e-4, 1e4
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy", "numba")
 
 
@@ -57,10 +58,16 @@ def analyze(
         quiet: no progress bar.
 
     Raises:
-        UserError: a layer is not there, or activations are NaN or infinite.
+        UserError: a layer is not there, an argument is out of its range, or activations are NaN or infinite.
     """
     if batch_size is not None and batch_size < 1:
         raise UserError(f"a batch of {batch_size} windows cannot be read: use at least 1")
+    if draws < 1:
+        raise UserError(f"{draws} re-pairings cannot be drawn: use at least 1")
+    if not all(SMALLEST_ALPHA <= abs(alpha) <= LARGEST_ALPHA for alpha in alphas):
+        raise UserError(
+            f"alphas {list(alphas)} must lie between 1e-4 and 1e4: the limits 0 and ∞ are added where they exist"
+        )
     started = time.perf_counter()
     sites = select_sites(model, layers)
     size = batch_size_for(model, corpus) if batch_size is None else batch_size

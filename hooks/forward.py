@@ -2,7 +2,8 @@
 
 The pass is the Hugging Face model's own: without the unembedding, without the layers after the last one that is read, and
 with the attention that is fastest on this machine. Listeners sit on the projections themselves, which the model wrapped by
-TransformerLens shares. Where it has other projections (it splits fused ones), its own pass is taken, through its hooks.
+TransformerLens shares. Where that has other projections (it splits fused ones), or something is hooked to it that may
+change what it computes, its own pass is taken, through its hook points. One thread at a time listens to a model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,10 +45,17 @@ def listen(
     Raises:
         torch.OutOfMemoryError: there is no room for so many windows at once.
     """
-    if not all(model.is_plain(listener.site) for listener in listeners):
-        heard = [(listener.site.hook_a, listener.see_a) for listener in listeners]
-        heard += [(listener.site.hook_b, listener.see_b) for listener in listeners]
-        return forward(model, windows, [(name, _hook(see)) for name, see in heard], last_layer)
+    with model.passing:
+        if model.is_hooked or not all(model.is_plain(listener.site) for listener in listeners):
+            heard = [(listener.site.hook_a, listener.see_a) for listener in listeners]
+            heard += [(listener.site.hook_b, listener.see_b) for listener in listeners]
+            return forward(model, windows, [(name, _hook(see)) for name, see in heard], last_layer)
+        return _plain_pass(model, windows, listeners, last_layer)
+
+
+def _plain_pass(
+    model: LoadedModel, windows: Sequence[Window], listeners: Sequence[Listener], last_layer: int
+) -> Float[Tensor, "batch pos d_model"]:
     tokens, attention = _inputs(model, windows)
     found: list[Tensor] = []
 
@@ -74,7 +82,7 @@ def forward(
     Returns the residual stream after that layer; after the very last one it has passed the final norm.
     """
     tokens, attention = _inputs(model, windows)
-    with torch.no_grad(), model.bridge.hooks(fwd_hooks=hooks):
+    with model.passing, torch.no_grad(), model.bridge.hooks(fwd_hooks=hooks):
         if last_layer + 1 < len(model.bridge.blocks):
             return model.bridge(tokens, return_type=None, stop_at_layer=last_layer + 1, **attention)
         return model.bridge.original_model.base_model(tokens, use_cache=False, **attention).last_hidden_state

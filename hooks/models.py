@@ -7,10 +7,11 @@ is the gated MLP it is taken for.
 import copy
 import logging
 import math
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
@@ -48,6 +49,7 @@ class LoadedModel:
         skipped: reasons of the layers that did not.
         description: the ``model`` part of a run's provenance.
         acceptance: the checks made at load, each with value, limit and verdict.
+        passing: held while something listens, for it hears whatever pass goes by: the two models share modules.
     """
 
     bridge: TransformerBridge
@@ -58,6 +60,12 @@ class LoadedModel:
     skipped: dict[int, str]
     description: Record
     acceptance: tuple[Record, ...]
+    passing: AbstractContextManager[Any] = field(default_factory=threading.RLock, repr=False, compare=False)
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether something is hooked to the wrapped model, of which the plain one knows nothing: a rewriting, say."""
+        return any(point._forward_hooks for point in self.bridge.hook_dict.values())
 
     @property
     def device(self) -> torch.device:

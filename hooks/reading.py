@@ -140,7 +140,9 @@ def _read(model: LoadedModel, corpus: Corpus, windows: Sequence[Window], streams
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
     half, rest = len(windows) // 2, [stream for stream in streams if stream not in taking.ended]
-    return min(_read(model, corpus, some, rest, last_layer) for some in (windows[:half], windows[half:]))
+    size = min(_read(model, corpus, some, rest, last_layer) for some in (windows[:half], windows[half:]))
+    _check_finite(taking.ended, None, batch, model.description["dtype"])
+    return size
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -148,10 +150,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def _check_finite(streams: Sequence[Stream], last: Float[Tensor, "batch pos d_model"], batch: Batch, dtype: str) -> None:
+def _check_finite(
+    streams: Sequence[Stream], last: Float[Tensor, "batch pos d_model"] | None, batch: Batch, dtype: str
+) -> None:
     """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
-    finite = [*(stream.is_finite for stream in streams), last.flatten(0, 1)[batch.fed.to(last.device)].isfinite().all()]
-    if bool(torch.stack([flag.to(last.device) for flag in finite]).all()):
+    finite = [stream.is_finite for stream in streams]
+    if last is not None:
+        finite.append(last.flatten(0, 1)[batch.fed.to(last.device)].isfinite().all())
+    device = batch.fed.device
+    if not finite or bool(torch.stack([flag.to(device) for flag in finite]).all()):
         return
     where = [f"activations of layer {stream.layer}" for stream, flag in zip(streams, finite, strict=False) if not flag]
     where.append("the residual stream after the last layer read")

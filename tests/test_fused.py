@@ -212,3 +212,27 @@ def test_it_compiles_where_nothing_can_be_kept_on_disk(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(fused, "njit", nowhere)
     assert fused._compiled("contract")(lambda x: x + 1)(1) == 2
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_pytorch_tanh", "quick_gelu", "silu"])
+@pytest.mark.parametrize("counted_from", [0, 1])
+def test_of_equal_peaks_in_several_batches_the_first_is_kept(name: str, counted_from: int) -> None:
+    """The loop's h and torch's differ in the last digit: equal tokens must be known as equal all the same."""
+    case = random_case(name, (40,), 60, dtype=torch.float32)
+    assert isinstance(case.unit, GatedUnit)
+    accumulator = Accumulator(60, FusedReducer(case.unit, case.layout, case.geometry, case.pairing))
+    for number in range(4):
+        accumulator.add(case.a[None], case.b[None], batch_of((40,), (number,), counted_from=counted_from, first=number))
+    assert (accumulator.moments().peaks.places[0] == 0).all()
+
+
+def test_what_was_seen_stays_what_it_was() -> None:
+    case = random_case("silu", (30,), 6, dtype=torch.float32)
+    assert isinstance(case.unit, GatedUnit)
+    accumulator = Accumulator(6, FusedReducer(case.unit, case.layout, case.geometry, case.pairing))
+    accumulator.add(case.a[None], case.b[None], batch_of((30,), (0,)))
+    seen = accumulator.moments()
+    before = {name: tensor.clone() for name, tensor in seen.tensors().items()}
+    accumulator.add(3 * case.a[None], 3 * case.b[None], batch_of((30,), (1,), first=1))
+    for name, tensor in seen.tensors().items():
+        assert torch.equal(tensor, before[name]), name

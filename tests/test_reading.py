@@ -1,6 +1,7 @@
 """Batches fit the memory; where one does not, it is read in halves and every number stays what it was."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from analysis.edits import Change, Exchange
 from analysis.errors import UserError
 from analysis.run import Run
+from analysis.window import Batch
 from hooks import reading
-from hooks.collect import analyze
+from hooks.collect import LayerStream, analyze
+from hooks.interventions import rewriting
 from hooks.models import LoadedModel, load_model
 from hooks.reading import TOKENS_AT_ONCE, batch_size_for, is_out_of_memory
 
@@ -115,3 +119,47 @@ def test_an_attention_that_is_wrong_is_not_read_with(tiny_llama: Path, monkeypat
     assert all(check["passed"] for check in model.acceptance)
     monkeypatch.undo()
     assert load_model(str(tiny_llama), device="cpu").plain.config._attn_implementation == "sdpa"
+
+
+def test_two_threads_with_one_model_hear_their_own_pass(llama: LoadedModel) -> None:
+    expected = read(llama, batch_size=1)
+    with ThreadPoolExecutor(3) as pool:
+        for run in pool.map(lambda _: read(llama, batch_size=1), range(3)):
+            assert_same(run, expected)
+
+
+def test_an_edited_model_is_read_as_edited(llama: LoadedModel) -> None:
+    """Hooks of the wrapped model change nothing in the plain one; then its own pass is read."""
+    plain = read(llama)
+    assert not llama.is_hooked
+    with rewriting(llama, {0: Change(Exchange(), llama.sites[0].unit)}):
+        assert llama.is_hooked
+        edited = read(llama)
+    for layer, changes in ((0, False), (2, True)):
+        mine, theirs = (run.layers[layer].moments.neuron["hh"] for run in (plain, edited))
+        assert torch.allclose(mine, theirs, rtol=1e-4) is not changes
+
+
+def test_overflow_before_the_memory_ran_out_is_refused(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that had the whole batch is in neither of its halves, and is looked at all the same."""
+    take = LayerStream.take
+
+    def overflowing(stream: LayerStream, a: torch.Tensor, b: torch.Tensor, batch: Batch) -> None:
+        if stream.layer == 0 and batch.windows[0].index == 8:
+            a = a.clone()
+            a[0, 5, 3] = torch.inf
+        take(stream, a, b, batch)
+
+    monkeypatch.setattr(LayerStream, "take", overflowing)
+    bounded(monkeypatch, 4, 1, ERRORS["of a GPU"])
+    with pytest.raises(UserError, match="activations of layer 0: NaN or infinite"):
+        analyze(llama, llama.read(context=CONTEXT, max_tokens=16 * CONTEXT), batch_size=8, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"draws": 0}, "0 re-pairings"), ({"alphas": (float("nan"),)}, "alphas"), ({"alphas": (0.0, 2.0)}, "alphas")],
+)
+def test_arguments_out_of_range_are_said(llama: LoadedModel, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read(llama, **options)
