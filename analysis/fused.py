@@ -67,7 +67,7 @@ KINDS = {
 
 _f, _i = np.float32, np.int32
 _LINEAR, _RELU, _LEAKY, _RELU2, _GELU, _GELU_TANH, _QUICK, _SILU, _SIGMOID, _TANH, _SOFTPLUS = KINDS.values()
-_ZERO, _ONE, _TWO, _HALF = _f(0), _f(1), _f(2), _f(0.5)
+_ZERO, _ONE, _HALF = _f(0), _f(1), _f(0.5)
 _LEAK = _f(0.01)
 _STEEP = _f(1.702)
 _ROOT_HALF, _GAUSS = _f(math.sqrt(0.5)), _f(1 / math.sqrt(2 * math.pi))
@@ -616,8 +616,7 @@ class FusedReducer(Reducer):
         )
         self._scales = _scales_of(unit, layout)
         self._rows = _Rows(*(layout.rows[name].start for name in layout.names))
-        narrowing = np.array(layout.narrowing, dtype=np.int32)
-        self._kept = np.flatnonzero(narrowing >= 0).astype(np.int32), narrowing[narrowing >= 0]
+        self._kept = layout.kept_rows("cpu").int().numpy()
 
     def add(
         self, a: Float[Tensor, "place d_mlp"], b: Float[Tensor, "place d_mlp"], batch: Batch, totals: Totals

@@ -6,8 +6,8 @@ TransformerLens shares. Where that has other projections (it splits fused ones),
 change what it computes, its own pass is taken, through its hook points. One thread at a time listens to a model.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,10 @@ def _plain_pass(
         raise _ReadError
 
     with ExitStack() as stack, torch.no_grad():
-        for listener in listeners:
-            stack.enter_context(_listening(listener.site.gate_module, listener.see_a))
-            stack.enter_context(_listening(listener.site.up_module, listener.see_b))
-        handle = model.plain_blocks[last_layer].register_forward_hook(leave)
-        stack.callback(handle.remove)
+        hooks = [(listener.site.gate_module, _module_hook(listener.see_a)) for listener in listeners]
+        hooks += [(listener.site.up_module, _module_hook(listener.see_b)) for listener in listeners]
+        for module, hook in [*hooks, (model.plain_blocks[last_layer], leave)]:
+            stack.callback(module.register_forward_hook(hook).remove)
         with suppress(_ReadError):
             model.plain.base_model(tokens, use_cache=False, **attention)
     return found[0]
@@ -88,13 +87,8 @@ def forward(
         return model.bridge.original_model.base_model(tokens, use_cache=False, **attention).last_hidden_state
 
 
-@contextmanager
-def _listening(module: nn.Module, see: See) -> Iterator[None]:
-    handle = module.register_forward_hook(lambda _, __, output: see(output))
-    try:
-        yield
-    finally:
-        handle.remove()
+def _module_hook(see: See) -> Callable[[nn.Module, Any, Tensor], None]:
+    return lambda module, inputs, output: see(output)
 
 
 def _hook(see: See) -> HookFunction:

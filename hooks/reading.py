@@ -126,7 +126,7 @@ def _read(model: LoadedModel, corpus: Corpus, windows: Sequence[Window], streams
     taking = Taking()
     try:
         last = listen(model, windows, [stream.listener(batch, taking) for stream in streams], last_layer)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         if len(windows) == 1 or len(taking.begun) > len(taking.ended):
