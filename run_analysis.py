@@ -223,7 +223,12 @@ def compare(
 @errors_reported()
 def neuron(
     model: Model,
-    place: Annotated[str, typer.Argument(metavar="LAYER:INDEX", help="The neuron, both numbers from 0, like 11:1229.")],
+    place: Annotated[
+        str,
+        typer.Argument(
+            metavar="LAYER:INDEX", help="The neuron, numbers from 0, like 11:1229; LAYER:EXPERT:INDEX in a mixture."
+        ),
+    ],
     corpus: Annotated[str, typer.Option(help="As for analyze.")] = "sample",
     tokens: Tokens = 20_000,
     context: Context = 256,
@@ -247,15 +252,14 @@ def neuron(
     from hooks.neuron import inspect_neuron, parse_neuron
     from reports.neuron_page import NeuronPage, check_page
 
-    layer, index = parse_neuron(place)
-    usual = default_directory(model)
-    page_file = out or usual.with_name(f"{usual.name}-{layer}-{index}.html")
+    wanted, usual = parse_neuron(place), default_directory(model)
+    page_file = out or usual.with_name(f"{usual.name}-{place.replace(':', '-')}.html")
     check_page(page_file, force)
     check_windows(context, skip_positions, "0/1")
     _announce(quiet)
     subject = load_model(model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
     text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens)
-    page = NeuronPage(inspect_neuron(subject, text, (layer, index), top=top, run=run, seed=seed, quiet=quiet), _command())
+    page = NeuronPage(inspect_neuron(subject, text, wanted, top=top, run=run, seed=seed, quiet=quiet), _command())
     page.write(page_file, force)
     if not quiet:
         print(f"{page!r}\nthe page is {page_file}")

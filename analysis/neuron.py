@@ -121,10 +121,14 @@ class Seen:
 
     @classmethod
     def of(cls, a: Float[Tensor, " pos"], b: Float[Tensor, " pos"], unit: Unit, window: Window, size: int) -> "Seen":
-        """Of one window: a and b at all of its positions; ``size`` contexts are kept for each sign pair."""
+        """Of one window: a and b at all of its positions, NaN at tokens that do not reach the neuron.
+
+        ``size`` contexts are kept for each sign pair.
+        """
         whole = torch.stack([a, b]).double().cpu()
-        values = whole[:, window.counted_from :]
         position = torch.arange(window.counted_from, len(a))
+        position = position[~whole[0, position].isnan()]
+        values = whole[:, position]
         places = torch.stack([torch.full_like(position, window.index), position])
         h, gate, up = unit(values[0], values[1]), values[0] > 0, values[1] > 0
         pp, pn, np, nn = (
@@ -163,7 +167,7 @@ class NeuronRecord:
     """Everything that is known about one neuron.
 
     Attributes:
-        layer, neuron: which.
+        layer, neuron: which; the neuron by its column in the layer, over all experts.
         measured: moments and geometry of its whole layer.
         sample: a and b of a sample of the counted tokens.
         contexts: the strongest of each sign pair, by the names in ``QUADRANTS``, strongest first.
@@ -177,6 +181,7 @@ class NeuronRecord:
         run: the directory of the run that the layer's numbers come from; None if they were measured on this very text.
         same_text: whether that run counted the same windows.
         record: machine and versions.
+        expert, index: which expert it belongs to and its number there, None in a dense layer; −1 is a shared expert.
     """
 
     layer: int
@@ -195,11 +200,15 @@ class NeuronRecord:
     run: str | None = None
     same_text: bool = True
     record: dict[str, Any] = field(default_factory=dict)
+    expert: int | None = None
+    index: int | None = None
 
     @property
     def name(self) -> str:
-        """LAYER:INDEX, as on the command line."""
-        return f"{self.layer}:{self.neuron}"
+        """LAYER:INDEX or LAYER:EXPERT:INDEX, as on the command line."""
+        if self.expert is None:
+            return f"{self.layer}:{self.neuron}"
+        return f"{self.layer}:{'shared' if self.expert < 0 else self.expert}:{self.index}"
 
 
 def contexts_of(strongest: Strongest, unit: Unit, windows: dict[int, tuple[str, ...]]) -> tuple[Context, ...]:

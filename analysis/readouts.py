@@ -53,12 +53,14 @@ class Similar:
         layer, neuron: which.
         cosine: of the values, or of the products of query and key.
         exchanged: whether its query resembles the other's key, and its key the other's query.
+        expert: which expert of the layer it belongs to, None in a dense layer.
     """
 
     layer: int
     neuron: int
     cosine: float
     exchanged: bool = False
+    expert: int | None = None
 
 
 def promoted(v: Vector, unembedding: Table, gain: Vector) -> Float64[Tensor, " token"]:
@@ -96,11 +98,13 @@ def pair_cosines(
     return torch.where(takes, exchanged, direct), takes
 
 
-def nearest(layer: int, cosine: Neurons, exchanged: Bool[Tensor, " d_mlp"] | None, count: int) -> tuple[Similar, ...]:
-    """The neurons of a layer with the largest |cosine|; one without a cosine is not among them."""
+def nearest(
+    layer: int, cosine: Neurons, exchanged: Bool[Tensor, " d_mlp"] | None, count: int, expert: int | None = None
+) -> tuple[Similar, ...]:
+    """The neurons of a layer, or of an expert of it, with the largest |cosine|; one without a cosine is not among them."""
     order = cosine.abs().nan_to_num(nan=-1.0).argsort(descending=True, stable=True)[:count].tolist()
     return tuple(
-        Similar(layer, neuron, float(cosine[neuron]), exchanged is not None and bool(exchanged[neuron]))
+        Similar(layer, neuron, float(cosine[neuron]), exchanged is not None and bool(exchanged[neuron]), expert)
         for neuron in order
         if bool(cosine[neuron].isfinite())
     )

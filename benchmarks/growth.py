@@ -25,10 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from benchmarks.common import long_corpus, report
 from hooks.builtin import DEFAULT_MODEL
-from hooks.collect import LayerStream
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel, load_model
 from hooks.reading import read_through
+from hooks.streams import SiteStream
 
 
 def main(out: Annotated[Path | None, typer.Option(help="Also write the numbers as JSON.")] = None) -> None:
@@ -56,7 +56,7 @@ def _seconds(model: LoadedModel, corpus: Corpus, n_layers: int) -> float:
     sites = list(model.sites.items())[:n_layers]
 
     def run() -> None:
-        streams = [LayerStream.of(site, corpus, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in sites]
+        streams = [SiteStream(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in sites]
         started.append(time.perf_counter())
         read_through(model, corpus, streams, quiet=True)
 

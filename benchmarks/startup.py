@@ -24,14 +24,14 @@ PROGRAM = """
 import time
 t = [time.perf_counter()]
 from hooks.models import load_model
-from hooks.collect import LayerStream
+from hooks.streams import SiteStream
 from hooks.reading import read_through
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
 t.append(time.perf_counter())
 model = load_model({name!r})
 t.append(time.perf_counter())
 corpus = model.read(max_tokens=2048)
-streams = [LayerStream.of(s, corpus, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, s in model.sites.items()]
+streams = [SiteStream(s, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, s in model.sites.items()]
 t.append(time.perf_counter())
 read_through(model, corpus, streams, quiet=True)
 t.append(time.perf_counter())

@@ -82,7 +82,7 @@ def _first_order(
 @contextmanager
 def _weights_frozen(model: LoadedModel) -> Iterator[None]:
     """Within the block no gradients of weights are computed."""
-    parameters = [weight for weight in model.bridge.original_model.parameters() if weight.requires_grad]
+    parameters = [weight for weight in model.network.parameters() if weight.requires_grad]
     for weight in parameters:
         weight.requires_grad_(False)
     try:

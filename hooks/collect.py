@@ -6,29 +6,24 @@ with the corpus: it is that of the forward pass plus one table of sums a layer.
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from analysis import __version__
 from analysis.errors import UserError
-from analysis.fused import reducer_of
-from analysis.geometry import Geometry, Pairing, derangements
-from analysis.interactions import antisymmetric_share
-from analysis.moments import N_BLOCKS, N_GROUPS, Accumulator
+from analysis.moments import N_BLOCKS, N_GROUPS
 from analysis.run import Layer, Run
-from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS, Layout
-from analysis.window import Batch
+from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from hooks.acceptance import acceptance_of
 from hooks.controls import controls_of
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel
-from hooks.reading import Stream, batch_size_for, read_through
-from hooks.sites import Site
+from hooks.reading import batch_size_for, read_through
+from hooks.sites import Mixture, Site
+from hooks.streams import stream_of
 
 SMALLEST_ALPHA, LARGEST_ALPHA = 1e-4, 1e4
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy", "numba")
@@ -69,10 +64,10 @@ def analyze(
             f"alphas {list(alphas)} must lie between 1e-4 and 1e4: the limits 0 and ∞ are added where they exist"
         )
     started = time.perf_counter()
-    sites = select_sites(model, layers)
+    chosen = select_layers(model, layers)
     size = batch_size_for(model, corpus) if batch_size is None else batch_size
-    found, kinds = collect(model, corpus, sites, alphas=alphas, draws=draws, batch_size=size, seed=seed, quiet=quiet)
-    controls = controls_of(model, corpus, sites, seed)
+    found, kinds = collect(model, corpus, chosen, alphas=alphas, draws=draws, batch_size=size, seed=seed, quiet=quiet)
+    controls = controls_of(model, corpus, chosen, seed)
     asked = range(model.description["n_layers"]) if layers is None else layers
     skipped = {layer: reason for layer, reason in model.skipped.items() if layer in asked}
     record = {
@@ -126,26 +121,28 @@ def _token_texts(model: LoadedModel, layers: dict[int, Layer]) -> dict[int, str]
     return {token: model.tokenizer.decode([token]) for token in sorted(named) if token >= 0}
 
 
-def select_sites(model: LoadedModel, layers: Sequence[int] | None) -> dict[int, Site]:
-    """The proven sites among the layers asked for; UserError if there is none, or no such layer."""
+def select_layers(model: LoadedModel, layers: Sequence[int] | None) -> dict[int, Site | Mixture]:
+    """The proven layers among those asked for; UserError if there is none, or no such layer."""
+    every: dict[int, Site | Mixture] = {**model.sites, **model.mixtures}
+    every = dict(sorted(every.items()))
     if layers is None:
-        return model.sites
+        return every
     if not layers:
         raise UserError("an empty list of layers was given: name some, or leave it out for all")
     n_layers = model.description["n_layers"]
     for layer in layers:
         if not 0 <= layer < n_layers:
             raise UserError(f"layer {layer} is out of range: {model.description['name']} has layers 0-{n_layers - 1}")
-    sites = {layer: model.sites[layer] for layer in sorted(set(layers)) if layer in model.sites}
-    if not sites:
+    chosen = {layer: every[layer] for layer in sorted(set(layers)) if layer in every}
+    if not chosen:
         raise UserError(f"none of the layers asked for can be analysed (layer {layers[0]}: {model.skipped[layers[0]]})")
-    return sites
+    return chosen
 
 
 def collect(
     model: LoadedModel,
     corpus: Corpus,
-    sites: dict[int, Site],
+    layers: Mapping[int, Site | Mixture],
     *,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
     draws: int = DEFAULT_DRAWS,
@@ -153,51 +150,11 @@ def collect(
     seed: int = 0,
     quiet: bool = False,
 ) -> tuple[dict[int, Layer], set[str]]:
-    """Every site with what was seen of it over the corpus, in one pass; and the kinds of reducers that took the sums."""
-    streams = {layer: LayerStream.of(site, corpus, alphas, draws, seed + layer) for layer, site in sites.items()}
+    """Every layer with what was seen of it over the corpus, in one pass; and the kinds of reducers that took the sums."""
+    streams = {index: stream_of(layer, alphas, draws, seed + index) for index, layer in layers.items()}
     read_through(model, corpus, list(streams.values()), batch_size=batch_size, quiet=quiet)
-    return {layer: stream.found() for layer, stream in streams.items()}, {stream.kind for stream in streams.values()}
-
-
-class LayerStream(Stream):
-    """The moments of one site as they grow."""
-
-    def __init__(self, site: Site, geometry: Geometry, pairing: Pairing, layout: Layout, corpus: Corpus) -> None:
-        super().__init__(site)
-        reduce = reducer_of(site.unit, layout, geometry, pairing, site.q.device, site.q.dtype)
-        self._accumulator = Accumulator(site.q.shape[0], reduce)
-        self._geometry, self._partners, self._corpus = geometry, pairing.partners, corpus
-
-    @classmethod
-    def of(cls, site: Site, corpus: Corpus, alphas: Sequence[float], draws: int, seed: int) -> "LayerStream":
-        """Empty, with re-pairings drawn by the seed."""
-        geometry = Geometry.of(site.q, site.k, site.v, site.gain)
-        pairing = geometry.pairing(site.q, site.k, site.gain, derangements(len(site.q), draws, seed))
-        return cls(site, geometry, pairing, Layout.of(site.unit, alphas, draws), corpus)
-
-    @property
-    def kind(self) -> str:
-        """How its sums are computed."""
-        return self._accumulator.kind
-
-    def found(self) -> Layer:
-        """The layer with what was seen of it until now."""
-        site = self._site
-        return Layer(
-            unit=site.unit,
-            moments=self._accumulator.moments(),
-            geometry=self._geometry,
-            gain=site.gain_source,
-            interaction_antisymmetry=antisymmetric_share(site.q * site.gain, site.k * site.gain, site.v),
-            partners=self._partners,
-        )
-
-    @property
-    def is_finite(self) -> Bool[Tensor, ""]:
-        return self._accumulator.is_finite
-
-    def take(self, a: Float[Tensor, "batch pos d_mlp"], b: Float[Tensor, "batch pos d_mlp"], batch: Batch) -> None:
-        self._accumulator.add(a, b, batch)
+    kinds = {kind for stream in streams.values() for kind in stream.kind.split(", ")}
+    return {index: stream.found() for index, stream in streams.items()}, kinds
 
 
 def _device_name(device: torch.device) -> str:

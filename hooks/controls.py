@@ -1,30 +1,70 @@
 """The controls of a run: the layers' own weights on their own inputs of the first window."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformer_lens.hook_points import HookPoint
 
 from analysis.controls import measure_controls
 from hooks.corpus import Corpus
-from hooks.forward import forward
+from hooks.ears import Extract, Source, input_of, sources_of
+from hooks.forward import Ear, listen
 from hooks.models import LoadedModel
-from hooks.sites import Site
+from hooks.sites import Mixture, Site
+from hooks.taps import Routing
 
 
-def controls_of(model: LoadedModel, corpus: Corpus, sites: dict[int, Site], seed: int = 0) -> tuple[dict[str, Any], ...]:
-    """Every control of every layer: see ``analysis.controls``."""
+def controls_of(
+    model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture], seed: int = 0
+) -> tuple[dict[str, Any], ...]:
+    """Every control of every layer, of a mixture the worst of its experts: see ``analysis.controls``."""
     window = corpus.windows[0]
-    inputs: dict[str, Tensor] = {}
+    heard: dict[tuple[int, str], Any] = {}
 
-    def keep(x: Tensor, hook: HookPoint) -> None:
-        inputs[str(hook.name)] = x[0, window.counted_from :]
+    def hear(key: tuple[int, str], extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        heard[key] = extract(args, kwargs, output)
 
-    forward(model, [window], [(site.hook_x, keep) for site in sites.values()], last_layer=max(sites))
-    found = []
-    for layer, site in sites.items():
-        x = inputs.pop(site.hook_x)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        found += [{"layer": layer} | record for record in measure_controls(site.gated_mlp().to(wide), x.to(wide), seed)]
+    ears = [
+        Ear(source.module, partial(hear, (index, name), source.extract))
+        for index, layer in layers.items()
+        for name, source in _inputs(layer).items()
+    ]
+    listen(model, [window], ears, last_layer=max(layers))
+    found: list[dict[str, Any]] = []
+    for index, layer in layers.items():
+        worst: dict[str, dict[str, Any]] = {}
+        for site, x in _own_inputs(layer, index, heard, window.counted_from):
+            wide = torch.promote_types(x.dtype, torch.float32)
+            for record in measure_controls(site.gated_mlp().to(wide), x.to(wide), seed):
+                worst[record["control"]] = _worse(worst.get(record["control"]), record)
+        found += [{"layer": index} | record for record in worst.values()]
     return tuple(found)
+
+
+def _inputs(layer: Site | Mixture) -> dict[str, Source]:
+    """Where the inputs of a layer are heard."""
+    if isinstance(layer, Site):
+        return {"x": input_of(layer)}
+    shared = {} if layer.shared is None else {"x": input_of(layer.shared)}
+    return {"routing": sources_of(layer)["routing"][0]} | shared
+
+
+def _own_inputs(
+    layer: Site | Mixture, index: int, heard: dict[tuple[int, str], Any], counted_from: int
+) -> list[tuple[Site, Tensor]]:
+    """Every site of a layer with the counted tokens that reach it, those that any reach."""
+    if isinstance(layer, Site):
+        return [(layer, heard[index, "x"][0, counted_from:])]
+    routing: Routing = heard[index, "routing"]
+    rows = [row[routing.place[row] >= counted_from] for row, _ in routing.by_expert(layer.stacks.n_experts)]
+    found = [(site, routing.x[row]) for site, row in zip(layer.routed, rows, strict=True) if len(row)]
+    return found if layer.shared is None else [*found, (layer.shared, heard[index, "x"][0, counted_from:])]
+
+
+def _worse(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
+    if first is None:
+        return second
+    rises = first["must"] == "fail"
+    return (min if rises else max)(first, second, key=lambda record: record["value"])

@@ -1,7 +1,7 @@
 """Changing a model for as long as a block lasts: its neurons by an edit, its weights by an action.
 
     with rewriting(model, {11: Change(Exchange(), model.sites[11].unit)}):
-        model.bridge.original_model(tokens)
+        model.plain(tokens)
 
 ``rewriting`` puts h′ where the down projection reads h; ``acting`` changes q, k, v themselves. When the block ends, also by
 an exception, the model is what it was, bit for bit. Blocks nest; where two rewrite the same h, the inner one sees what the
@@ -12,6 +12,7 @@ The two check each other: exchanging the weights of a layer is exchanging its pr
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from analysis.actions import Action
 from analysis.errors import UserError
+from hooks.ears import Extract, sources_of
 from hooks.models import LoadedModel
 from hooks.sites import Site
 
@@ -32,7 +34,7 @@ def rewriting(model: LoadedModel, rewrites: Mapping[int, Rewrite]) -> Iterator[N
     """Within the block, the named layers' h is rewritten in every pass; UserError for a layer that is no site."""
     with ExitStack() as stack:
         for layer, rewrite in rewrites.items():
-            for handle in _hooked(model, site_of(model, layer), rewrite):
+            for handle in _hooked(site_of(model, layer), rewrite):
                 stack.callback(handle.remove)
         yield
 
@@ -58,19 +60,20 @@ def site_of(model: LoadedModel, layer: int) -> Site:
     return model.sites[layer]
 
 
-def _hooked(model: LoadedModel, site: Site, rewrite: Rewrite) -> Iterator[RemovableHandle]:
+def _hooked(site: Site, rewrite: Rewrite) -> Iterator[RemovableHandle]:
     seen: dict[str, Tensor] = {}
-    points = model.bridge.hook_dict
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(_module: object, _inputs: object, output: Tensor) -> None:
-            seen[name] = output
+    def keep(name: str, extract: Extract) -> Callable[..., None]:
+        def hook(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            seen[name] = extract(args, kwargs, output)
 
         return hook
 
-    def replace(_module: object, _inputs: object, h: Tensor) -> Tensor:
-        return rewrite(seen.pop("a"), seen.pop("b"), h)
+    def replace(_module: object, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        h, *others = inputs
+        return (rewrite(seen.pop("a"), seen.pop("b"), h), *others)
 
-    yield points[site.hook_a].register_forward_hook(keep("a"))
-    yield points[site.hook_b].register_forward_hook(keep("b"))
-    yield points[site.hook_h].register_forward_hook(replace)
+    for name, sources in sources_of(site).items():
+        for module, extract in sources:
+            yield module.register_forward_hook(keep(name, extract), with_kwargs=True)
+    yield site.taps.down.register_forward_pre_hook(replace)

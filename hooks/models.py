@@ -1,7 +1,7 @@
 """From a name on the command line to a model whose gated layers have proved themselves.
 
-Files are found and read in ``hooks.sources``; here they are wrapped by TransformerLens, and every layer must prove that it
-is the gated MLP it is taken for.
+Files are found and read in ``hooks.sources``. The model runs as its authors wrote it; TransformerLens gives a second view
+of the same weights where it knows the family. Every layer must prove that it is the gated MLP it is taken for.
 """
 
 import copy
@@ -9,91 +9,111 @@ import logging
 import math
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, cast
 
 import torch
 import transformers
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from analysis.errors import UserError
 from analysis.run import Record, at_most
 from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import DEFAULT_CONTEXT, SAMPLE, Corpus, load_corpus
-from hooks.sites import OUTPUT_SLACK, TOLERANCE, Site, configured_activations, describe_blocks, find_sites
-from hooks.sources import Source, first_line, load_files, locate
+from hooks.network import blocks_of, outputs_of
+from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
+from hooks.proof import configured_activations, find_sites
+from hooks.sites import Found, Mixture, Site
+from hooks.sources import Source, load_files, locate
+from hooks.wrapped import named, wrap
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PROBE_LENGTH = 16
+_CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+logger = logging.getLogger(__name__)
 LOGIT_SLACK = 10
 """TransformerLens computes norms and attention in its own way in every layer, with a softmax in float32 at best."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A wrapped model, its proven sites, and what a report must say about it.
+    """A model, its proven sites, and what a report must say about it.
 
     Attributes:
-        bridge: the model in TransformerLens.
-        plain: the same model as Hugging Face runs it, with the same weights and projections; for passes that only read.
+        plain: the model as Hugging Face runs it.
+        bridge: the same model in TransformerLens, with the same weights and projections; None where it has no such view.
         tokenizer: encodes text; TransformerLens may have given it special tokens that the model does not know.
         bos: the token that the model expects before a text, or None: asked of the tokenizer as its authors ship it,
             because TransformerLens puts a BOS before every text of every model that has one.
-        sites: layers that proved themselves, by index.
-        skipped: reasons of the layers that did not.
+        found: layers that proved themselves, and reasons of those that did not.
         description: the ``model`` part of a run's provenance.
         acceptance: the checks made at load, each with value, limit and verdict.
-        passing: held while something listens, for it hears whatever pass goes by: the two models share modules.
+        passing: held while something listens, for it hears whatever pass goes by: the two views share modules.
     """
 
-    bridge: TransformerBridge
     plain: PreTrainedModel
+    bridge: TransformerBridge | None
     tokenizer: PreTrainedTokenizerBase
     bos: int | None
-    sites: dict[int, Site]
-    skipped: dict[int, str]
+    found: Found
     description: Record
     acceptance: tuple[Record, ...]
     passing: AbstractContextManager[Any] = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @property
-    def is_hooked(self) -> bool:
-        """Whether something is hooked to the wrapped model, of which the plain one knows nothing: a rewriting, say."""
-        return any(point._forward_hooks for point in self.bridge.hook_dict.values())
+    def sites(self) -> dict[int, Site]:
+        """Dense layers, by index."""
+        return self.found.sites
+
+    @property
+    def mixtures(self) -> dict[int, Mixture]:
+        """Layers of experts, by index."""
+        return self.found.mixtures
+
+    @property
+    def skipped(self) -> dict[int, str]:
+        """Reasons of the layers that are neither."""
+        return self.found.skipped
+
+    @property
+    def network(self) -> nn.Module:
+        """What a pass runs: the model itself, or the wrapped one if somebody has hooked something to that."""
+        if self.bridge is None:
+            return self.plain
+        hooks = (hook for point in self.bridge.hook_dict.values() for hook in point._forward_hooks.values())
+        hooked = any(not getattr(hook, "__module__", "").startswith("hooks.") for hook in hooks)
+        return self.bridge.original_model if hooked else self.plain
+
+    def blocks(self, network: nn.Module) -> nn.ModuleList:
+        """The blocks of either view."""
+        return self._blocks if network is self.plain or self.bridge is None else self.bridge.blocks
+
+    @cached_property
+    def _blocks(self) -> nn.ModuleList:
+        return blocks_of(self.plain, self.description["n_layers"])
+
+    @property
+    def predicts(self) -> bool:
+        """Whether it predicts the next token, so that a change of it has a cost."""
+        name = type(self.plain).__name__
+        return name in _CAUSAL or name.endswith("ForCausalLM")
 
     @property
     def device(self) -> torch.device:
-        return next(self.bridge.original_model.parameters()).device
-
-    def is_plain(self, site: Site) -> bool:
-        """Whether the plain model calls this site's own projections."""
-        return self._plain_modules.issuperset((site.gate_module, site.up_module))
-
-    @cached_property
-    def _plain_modules(self) -> frozenset[nn.Module]:
-        return frozenset(self.plain.modules())
-
-    @cached_property
-    def plain_blocks(self) -> nn.ModuleList:
-        """The blocks of the plain model."""
-        site = next(iter(self.sites.values()))
-        lists = (module for module in self.plain.modules() if isinstance(module, nn.ModuleList))
-        return next(
-            blocks
-            for blocks in lists
-            if len(blocks) == len(self.bridge.blocks) and site.gate_module in set(blocks[site.layer].modules())
-        )
+        return next(self.plain.parameters()).device
 
     @property
     def context_limit(self) -> int | None:
         """The longest window the model was made for, where it says so."""
-        text = self.bridge.original_model.config.get_text_config()
+        text = self.plain.config.get_text_config()
         return next((n for key in ("max_position_embeddings", "n_positions") if (n := getattr(text, key, None))), None)
 
     def read(
@@ -151,23 +171,58 @@ def load_model(
         model = _to_device(model.to(precision).eval(), place)
         _check_weights(model, name)
         plain = _plain(model)
-        model.set_attn_implementation("eager")  # as TransformerLens needs it: what is compared is the wrapping alone
-        probe = _probe(model).to(place)
-        reference = _logits(model, probe)
-        bos = _bos(tokenizer)
+        _with_eager_attention(model)  # as TransformerLens needs it: what is compared is the wrapping alone
+        probe, bos = _probe(model).to(place), _bos(tokenizer)
+        reference = outputs_of(model, probe)
+        limit = LOGIT_SLACK * max(TOLERANCE[precision], TOLERANCE[torch.float32])
+        plain_error = _with_fast_attention(plain, probe, reference, limit)
+        found = find_sites(plain, probe)
+        if not found.sites and not found.mixtures:
+            raise UserError(f"{name} has no gated MLP that can be analysed: {_commonest(found.skipped)}")
         if bos is not None:
             tokenizer.init_kwargs["add_bos_token"] = True  # it does so already; unsaid, TransformerLens loads it again
-        bridge = _wrap(model, tokenizer, name, precision)
-        limit = LOGIT_SLACK * max(TOLERANCE[precision], TOLERANCE[torch.float32])
-        wrapped_error = _logit_error(bridge.original_model, probe, reference)
-        plain_error = _with_fast_attention(plain, probe, reference, limit)
-        sites, skipped = find_sites(bridge, probe)
-    if not sites:
-        reason = next(iter(skipped.values()), "it has no blocks")
-        raise UserError(f"{name} has no gated MLP that can be analysed: {describe_blocks(bridge)} (layer 0: {reason})")
-    description = _describe(model, source, sites, dtype)
-    acceptance = _acceptance(sites, wrapped_error, plain_error, precision, limit)
-    return LoadedModel(bridge, plain, tokenizer, bos, sites, skipped, description, acceptance)
+        bridge, view = _view(model, plain, tokenizer, name, precision, probe, reference, limit)
+        if bridge is not None:
+            found = replace(found, sites=named(found.sites, plain, bridge, probe))
+    description = _describe(model, source, found, dtype)
+    acceptance = _acceptance(found, view, plain_error, precision, limit)
+    return LoadedModel(plain, bridge, tokenizer, bos, found, description, acceptance)
+
+
+def _view(
+    model: PreTrainedModel,
+    plain: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    precision: torch.dtype,
+    probe: Int[Tensor, "1 pos"],
+    reference: Tensor,
+    limit: float,
+) -> tuple[TransformerBridge | None, Record | None]:
+    """The model in TransformerLens if that computes the same, and a line that says so or why not."""
+    check = "logits with and without TransformerLens"
+    if _lacks_head(model):
+        return None, None
+    bridge, reason = wrap(model, tokenizer, name, precision)
+    if bridge is not None:
+        try:
+            error = relative_error(outputs_of(bridge.original_model, probe), reference)
+        except Exception as failure:  # a family that it takes for another one
+            bridge, reason = None, f"TransformerLens cannot run a {type(plain).__name__} ({type(failure).__name__})"
+        else:
+            if error <= limit:
+                return bridge, at_most(check, error, limit)
+            bridge, reason = None, f"TransformerLens gives other logits, off by {error:.1e} (limit {limit:.0e})"
+    logger.info(f"{reason}: read at the model's own modules, model.bridge is None")
+    return None, {"check": check, "value": f"none: {reason}", "limit": "read without it", "passed": True}
+
+
+def _commonest(reasons: dict[int, str]) -> str:
+    """The reason that most layers have, with the first of them."""
+    if not reasons:
+        return "it has no blocks"
+    reason = Counter(reasons.values()).most_common(1)[0][0]
+    return f"{reason} (layer {next(layer for layer, one in reasons.items() if one == reason)})"
 
 
 def resolve_dtype(dtype: str) -> torch.dtype:
@@ -231,9 +286,9 @@ def _check_weights(model: PreTrainedModel, name: str) -> None:
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The BOS token if the tokenizer puts one before a text by itself."""
-    ids = tokenizer("a").input_ids
-    return ids[0] if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id] else None
+    """The token that the tokenizer puts before a text by itself, if any: its BOS, or the CLS of an encoder."""
+    first = next(iter(tokenizer("a").input_ids), None)
+    return first if first in (tokenizer.bos_token_id, tokenizer.cls_token_id) else None
 
 
 def _probe(model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
@@ -242,61 +297,56 @@ def _probe(model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
     return torch.randint(0, vocabulary, (1, PROBE_LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-def _logits(model: PreTrainedModel, probe: Int[Tensor, "1 pos"]) -> Float[Tensor, "1 pos vocab"]:
-    with torch.no_grad():
-        return model(probe, use_cache=False).logits
+def _lacks_head(model: PreTrainedModel) -> bool:
+    """Whether it is an encoder alone, of which TransformerLens knows nothing."""
+    return model.get_output_embeddings() is None
 
 
-def _wrap(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, precision: torch.dtype
-) -> TransformerBridge:
-    try:
-        return TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=tokenizer, dtype=precision)
-    except (ValueError, KeyError, NotImplementedError, AttributeError, RuntimeError) as error:
-        family = type(model).__name__
-        raise UserError(f"TransformerLens cannot wrap {name}, a {family} ({first_line(error)})") from error
+def _with_eager_attention(model: PreTrainedModel) -> None:
+    with suppress(ValueError):  # a family without a choice has the eager one
+        model.set_attn_implementation("eager")
 
 
-def _logit_error(model: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference: Float[Tensor, "1 pos vocab"]) -> float:
-    return float((_logits(model, probe) - reference).double().norm() / reference.double().norm())
-
-
-def _with_fast_attention(
-    plain: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference: Float[Tensor, "1 pos vocab"], limit: float
-) -> float:
+def _with_fast_attention(plain: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference: Tensor, limit: float) -> float:
     """Error of the plain model's logits with its own attention; with eager attention if that is beyond the limit."""
-    error = _logit_error(plain, probe, reference)
+    error = relative_error(outputs_of(plain, probe), reference)
     if error <= limit:
         return error
-    plain.set_attn_implementation("eager")  # not every kernel knows of soft caps and sinks
-    return _logit_error(plain, probe, reference)
+    _with_eager_attention(plain)  # not every kernel knows of soft caps and sinks
+    return relative_error(outputs_of(plain, probe), reference)
 
 
 def _acceptance(
-    sites: dict[int, Site], wrapped_error: float, plain_error: float, precision: torch.dtype, limit: float
+    found: Found, view: Record | None, plain_error: float, precision: torch.dtype, limit: float
 ) -> tuple[Record, ...]:
     tolerance = TOLERANCE[precision]
-    identity, output = (max(getattr(s, error) for s in sites.values()) for error in ("identity_error", "output_error"))
-    checks = (
-        ("h = g(a, b) on the probe, largest over layers", identity, tolerance),
-        ("MLP output from q, k, v, largest over layers", output, OUTPUT_SLACK * tolerance),
-        ("logits with and without TransformerLens", wrapped_error, limit),
-        ("logits of the pass that reads, with its own attention", plain_error, limit),
-    )
-    return tuple(at_most(*check) for check in checks)
+    experts = [site for mixture in found.mixtures.values() for site in mixture.routed]
+    dense = [*found.sites.values(), *(mixture.shared for mixture in found.mixtures.values() if mixture.shared)]
+    checks = []
+    if dense:
+        checks += [
+            ("h = g(a, b) on the probe, largest over layers", max(s.identity_error for s in dense), tolerance),
+            ("MLP output from q, k, v, largest over layers", max(s.output_error for s in dense), OUTPUT_SLACK * tolerance),
+        ]
+    if experts:
+        worst = max(site.output_error for site in experts)
+        checks.append(("experts' output from q, k, v and routing, largest over layers", worst, OUTPUT_SLACK * tolerance))
+    reads = at_most("logits of the pass that reads, with its own attention", plain_error, limit)
+    return (*(at_most(*check) for check in checks), *([] if view is None else [view]), reads)
 
 
-def _describe(model: PreTrainedModel, source: Source, sites: dict[int, Site], dtype: str) -> Record:
+def _describe(model: PreTrainedModel, source: Source, found: Found, dtype: str) -> Record:
     text = model.config.get_text_config()
     stored = getattr(model.config, "quantization_config", None)
     kept = f"quantized: {stored}" if stored else f"safetensors, {str(text.dtype).removeprefix('torch.')}"
     weights = source.weights_format or kept
+    layers: list[Site | Mixture] = [*found.sites.values(), *found.mixtures.values()]
     return {
         "name": source.name,
         "fingerprint": source.fingerprint,
         "weights": weights,
         "architecture": type(model).__name__,
-        "units": sorted({site.unit.name for site in sites.values()}),
+        "units": sorted({layer.unit.name for layer in layers}),
         "activation_in_config": configured_activations(model.config),
         "n_layers": text.num_hidden_layers,
         "d_model": text.hidden_size,

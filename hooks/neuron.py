@@ -1,6 +1,7 @@
 """One neuron of a model, looked at closely: one pass over the text up to its layer, and its weights.
 
     inspect_neuron(model, model.read(), "11:1229")
+    inspect_neuron(mixture, mixture.read(), "11:5:1229")       of expert 5; of a shared expert, "11:shared:1229"
 
 Which tokens are sampled and which contexts are kept depends on the text alone, not on the batch. Windows are read one at a
 time unless more are asked for: a matrix product over a larger batch rounds its last digits in another way, and one window
@@ -8,41 +9,56 @@ at a time is no slower on a CPU.
 """
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import linear
 
 from analysis.errors import UserError
-from analysis.geometry import Geometry
 from analysis.neuron import NeuronRecord, Seen, by_quadrant
 from analysis.readouts import Readout, Similar, cosines, ends, excitation, nearest, pair_cosines, promoted
 from analysis.run import Layer, Run
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from analysis.window import Batch
-from hooks.collect import LayerStream, machine_of, select_sites, settings_of
+from hooks.collect import machine_of, select_layers, settings_of
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel
+from hooks.network import find_ends
 from hooks.reading import Stream, read_through
-from hooks.sites import Site, find_ends
+from hooks.sites import SHARED, Mixture, Site
+from hooks.streams import geometry_of_layer, stream_of
+from hooks.taps import Routing
 
 DEFAULT_TOP = 8
 """Contexts of each sign pair, tokens at each end of a read-out, like neurons of the same layer and of others."""
 MAX_TOP = 100
 
 
-def parse_neuron(text: str) -> tuple[int, int]:
-    """'11:1229' as layer and index."""
-    layer, colon, neuron = text.partition(":")
-    if not (colon and layer.isdecimal() and neuron.isdecimal()):
-        raise UserError(f"{text!r} is no neuron: write LAYER:INDEX, both from 0, like 11:1229")
-    return int(layer), int(neuron)
+class Place(NamedTuple):
+    """Layer, expert (None in a dense layer) and number of a neuron there."""
+
+    layer: int
+    expert: int | None
+    neuron: int
+
+
+def parse_neuron(text: str) -> Place:
+    """'11:1229' as layer and index, '11:5:1229' as layer, expert and index, all from 0; the expert may be 'shared'."""
+    layer, *between, index = text.split(":") if ":" in text else ("", "")
+    expert = next(iter(between), None)
+    if len(between) > 1 or not all(part.isdecimal() for part in (layer, index, *(between if expert != "shared" else ()))):
+        raise UserError(
+            f"{text!r} is no neuron: write LAYER:INDEX, both from 0, like 11:1229, or LAYER:EXPERT:INDEX for an expert's"
+        )
+    return Place(int(layer), None if expert is None else SHARED if expert == "shared" else int(expert), int(index))
 
 
 def inspect_neuron(
     model: LoadedModel,
     corpus: Corpus,
-    neuron: str | tuple[int, int],
+    neuron: str | tuple[int, int] | Place,
     *,
     top: int = DEFAULT_TOP,
     run: str | Path | None = None,
@@ -55,7 +71,7 @@ def inspect_neuron(
     Args:
         model: from ``load_model``.
         corpus: from ``model.read()``.
-        neuron: LAYER:INDEX, or the two numbers.
+        neuron: LAYER:INDEX or LAYER:EXPERT:INDEX, or the two numbers, or a place.
         top: contexts of each sign pair, and entries of every list.
         run: directory of a run of this model to take the layer's numbers from; None measures the layer on this very text.
         batch_size: windows in one forward pass; changes time and memory, not results.
@@ -65,23 +81,28 @@ def inspect_neuron(
     Raises:
         UserError: there is no such neuron, its layer is no site, the run is not of this model, or something overflowed.
     """
-    layer, index = parse_neuron(neuron) if isinstance(neuron, str) else neuron
-    site = _site_of(model, layer, index)
+    place = parse_neuron(neuron) if isinstance(neuron, str) else neuron
+    place = place if isinstance(place, Place) else Place(place[0], None, place[1])
+    whole_layer = select_layers(model, [place.layer])[place.layer]
+    site, first = _site_of(whole_layer, place)
     if batch_size < 1:
         raise UserError(f"a batch of {batch_size} windows cannot be read: use at least 1")
     if not 1 <= top <= MAX_TOP:
         raise UserError(f"a list of {top} cannot be shown: choose from 1 to {MAX_TOP}")
     loaded = None if run is None else Run.load(run)
-    saved = None if loaded is None else _layer_in(loaded, model, site, str(run))
-    close = NeuronStream(site, index, top)
-    whole = None if saved else LayerStream.of(site, corpus, DEFAULT_ALPHAS, DEFAULT_DRAWS, seed + layer)
+    saved = None if loaded is None else _layer_in(loaded, model, whole_layer, str(run))
+    index, column = place.neuron, first + place.neuron
+    close = _close_stream(whole_layer, site, index, top)
+    whole = None if saved else stream_of(whole_layer, DEFAULT_ALPHAS, DEFAULT_DRAWS, seed + place.layer)
     read_through(model, corpus, [close] if whole is None else [close, whole], batch_size=batch_size, quiet=quiet)
     measured = saved or whole.found()  # type: ignore[union-attr]
     readouts, output_gain = _readouts(model, site, index, top)
     settings = settings_of(model, corpus, DEFAULT_ALPHAS, DEFAULT_DRAWS, seed) if loaded is None else loaded.settings
     return NeuronRecord(
-        layer=layer,
-        neuron=index,
+        layer=place.layer,
+        neuron=column,
+        expert=site.expert,
+        index=index,
         measured=measured,
         sample=close.seen.sample.values,
         contexts=by_quadrant(close.seen, site.unit, _texts(model, corpus, close.seen)),
@@ -89,7 +110,7 @@ def inspect_neuron(
         readouts=readouts,
         output_gain=output_gain,
         similar=_similar(model, site, index, top),
-        peak_text=_token(model, int(measured.moments.peaks.places[2, index])),
+        peak_text=_token(model, int(measured.moments.peaks.places[2, column])),
         model=model.description,
         settings=settings,
         corpus=corpus.description,
@@ -102,41 +123,95 @@ def inspect_neuron(
 class NeuronStream(Stream):
     """One neuron as it is read: only its own a and b are kept."""
 
-    def __init__(self, site: Site, neuron: int, size: int) -> None:
-        super().__init__(site)
+    def __init__(self, layer: Site | Mixture, site: Site, neuron: int, size: int) -> None:
+        super().__init__(layer)
         self.seen = Seen.empty(size)
-        self._neuron, self._size = neuron, size
+        self._site, self._neuron, self._size = site, neuron, size
         self._finite = True
 
     @property
     def is_finite(self) -> Bool[Tensor, ""]:
         return torch.tensor(self._finite)
 
-    def keep(self, tensor: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos"]:
-        return tensor[:, :, self._neuron].double().cpu()
+    def keep(self, heard: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos"]:
+        return heard[:, :, self._neuron].double().cpu()
 
-    def take(self, a: Float[Tensor, "batch pos"], b: Float[Tensor, "batch pos"], batch: Batch) -> None:
+    def take(self, heard: dict[str, Any], batch: Batch) -> None:
+        everywhere = torch.ones_like(heard["a"], dtype=torch.bool)
+        self._take(heard.pop("a"), heard.pop("b"), everywhere, batch)
+
+    def _take(
+        self,
+        a: Float[Tensor, "batch pos"],
+        b: Float[Tensor, "batch pos"],
+        there: Bool[Tensor, "batch pos"],
+        batch: Batch,
+    ) -> None:
+        """Take in a and b, NaN at tokens that do not reach the neuron."""
         for row, window in enumerate(batch.windows):
             length = len(window.tokens)
-            mine_a, mine_b = a[row, :length], b[row, :length]
-            self._finite &= bool(mine_a.isfinite().all() and mine_b.isfinite().all())
+            mine_a, mine_b, mine = a[row, :length], b[row, :length], there[row, :length]
+            self._finite &= bool(mine_a[mine].isfinite().all() and mine_b[mine].isfinite().all())
             self.seen += Seen.of(mine_a, mine_b, self._site.unit, window, self._size)
 
 
-def _site_of(model: LoadedModel, layer: int, index: int) -> Site:
-    site = select_sites(model, [layer])[layer]
-    d_mlp = site.q.shape[0]
-    if not 0 <= index < d_mlp:
-        raise UserError(f"neuron {index} is out of range: layer {layer} has neurons 0-{d_mlp - 1}")
-    return site
+class ExpertNeuronStream(NeuronStream):
+    """One neuron of an expert, at the tokens that are sent to it."""
+
+    def keep(self, heard: Any) -> Any:
+        if not isinstance(heard, Routing):
+            return None
+        site, own = self._site, slice(self._neuron, self._neuron + 1)
+        row, _ = heard.by_expert(int(site.expert or 0) + 1)[-1]
+        biases = (None if bias is None else bias[own] for bias in (site.q_bias, site.k_bias))
+        a, b = (
+            linear(heard.x[row], weight[own], bias)[:, 0].double().cpu()
+            for weight, bias in zip((site.q, site.k), biases, strict=True)
+        )
+        return heard.place[row].cpu(), a, b
+
+    def take(self, heard: dict[str, Any], batch: Batch) -> None:
+        place, a, b = heard.pop("routing")
+        shape = len(batch.windows), max(len(window.tokens) for window in batch.windows)
+        whole = torch.full((2, shape[0] * shape[1]), torch.nan, dtype=torch.float64)
+        whole[:, place] = torch.stack([a, b])
+        there = torch.zeros(shape[0] * shape[1], dtype=torch.bool)
+        there[place] = True
+        self._take(whole[0].view(shape), whole[1].view(shape), there.view(shape), batch)
 
 
-def _layer_in(run: Run, model: LoadedModel, site: Site, directory: str) -> Layer:
+def _close_stream(layer: Site | Mixture, site: Site, index: int, size: int) -> NeuronStream:
+    if site.expert is None or site.expert == SHARED:  # every token reaches it
+        return NeuronStream(site, site, index, size)
+    return ExpertNeuronStream(layer, site, index, size)
+
+
+def _site_of(layer: Site | Mixture, place: Place) -> tuple[Site, int]:
+    """The site of a neuron, and the first of its columns in the layer."""
+    number = place.layer
+    sites = (layer,) if isinstance(layer, Site) else layer.sites
+    if place.expert not in [site.expert for site in sites]:
+        has = "no experts" if isinstance(layer, Site) else f"experts 0-{len(layer.routed) - 1}"
+        has += ", and a shared one" if isinstance(layer, Mixture) and layer.shared else ""
+        wanted = "LAYER:INDEX" if isinstance(layer, Site) else "LAYER:EXPERT:INDEX"
+        raise UserError(f"layer {number} has {has}: write a neuron of it as {wanted}")
+    first = 0
+    for site in sites:
+        if site.expert == place.expert:
+            break
+        first += len(site.q)
+    if not 0 <= place.neuron < len(site.q):
+        where = f"layer {number}" if place.expert is None else f"expert {place.expert} of layer {number}"
+        raise UserError(f"neuron {place.neuron} is out of range: {where} has neurons 0-{len(site.q) - 1}")
+    return site, first
+
+
+def _layer_in(run: Run, model: LoadedModel, layer: Site | Mixture, directory: str) -> Layer:
     """That layer of a saved run; UserError unless it has the same weights."""
-    if site.layer not in run.layers:
-        raise UserError(f"{directory} has no layer {site.layer}: give a run that analysed it, or none")
-    found = run.layers[site.layer]
-    theirs, mine = found.geometry.tensors(), Geometry.of(site.q, site.k, site.v, site.gain).tensors()
+    if layer.layer not in run.layers:
+        raise UserError(f"{directory} has no layer {layer.layer}: give a run that analysed it, or none")
+    found = run.layers[layer.layer]
+    theirs, mine = found.geometry.tensors(), geometry_of_layer(layer).tensors()
     same = all(
         values.shape == mine[name].shape and torch.allclose(values, mine[name], rtol=1e-6, atol=1e-9, equal_nan=True)
         for name, values in theirs.items()
@@ -150,11 +225,11 @@ def _layer_in(run: Run, model: LoadedModel, site: Site, directory: str) -> Layer
 def _readouts(model: LoadedModel, site: Site, index: int, top: int) -> tuple[dict[str, Readout], str]:
     """What v promotes and suppresses, and what excites q and k; with the final norm's gain in words."""
     probe = torch.arange(2, 10, device=model.device)[None]
-    found = find_ends(model.bridge, probe, model.description["d_model"])
+    found = find_ends(model.plain, probe, model.description["d_model"])
     if found is None:
         return {}, "none: the embeddings are not as wide as the residual stream"
     values = {
-        "v": promoted(site.v[index], found.unembedding, found.gain),
+        "v": promoted(site.v[index] * site.value_gain, found.unembedding, found.gain),
         "q": excitation(site.q[index], found.embedding, site.gain),
         "k": excitation(site.k[index], found.embedding, site.gain),
     }
@@ -174,15 +249,15 @@ def _readouts(model: LoadedModel, site: Site, index: int, top: int) -> tuple[dic
 
 def _similar(model: LoadedModel, site: Site, index: int, top: int) -> dict[str, tuple[Similar, ...]]:
     """The most like neurons of its own layer, then those of the others, by value and by query and key."""
-    v, q, k = site.v[index], site.q[index] * site.gain, site.k[index] * site.gain
+    v, q, k = site.v[index] * site.value_gain, site.q[index] * site.gain, site.k[index] * site.gain
     found: dict[str, list[Similar]] = {"v": [], "qk": []}
-    for layer, other in model.sites.items():
-        by_value = cosines(v, other.v)
+    for other in (*model.sites.values(), *(expert for mixture in model.mixtures.values() for expert in mixture.sites)):
+        by_value = cosines(v, other.v * other.value_gain)
         by_pair, exchanged = pair_cosines(q, k, other.q * other.gain, other.k * other.gain)
-        if layer == site.layer:
+        if other is site:
             by_value[index] = by_pair[index] = torch.nan  # it is like itself
-        found["v"] += nearest(layer, by_value, None, top)
-        found["qk"] += nearest(layer, by_pair, exchanged, top)
+        found["v"] += nearest(other.layer, by_value, None, top, other.expert)
+        found["qk"] += nearest(other.layer, by_pair, exchanged, top, other.expert)
     return {name: _own_then_others(every, site.layer, top) for name, every in found.items()}
 
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,9 +17,10 @@ from analysis.errors import UserError
 from analysis.memory import freed_memory_kept
 from analysis.window import Batch, Window
 from hooks.corpus import Corpus
-from hooks.forward import Listener, listen
+from hooks.ears import Extract, sources_of
+from hooks.forward import Ear, listen
 from hooks.models import LoadedModel
-from hooks.sites import Site
+from hooks.sites import Mixture, Site
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
 """Tokens in a batch unless told otherwise: more make no pass faster."""
@@ -36,41 +38,42 @@ class Taking:
 
 
 class Stream(ABC):
-    """What listens to one site while the corpus is read: a and b are kept until both have been seen, then let go."""
+    """What listens to one layer while the corpus is read: what is heard of a batch is kept until all of it has been."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
-
-    @property
-    def layer(self) -> int:
-        """The layer it listens to."""
-        return self._site.layer
+    def __init__(self, layer: Site | Mixture) -> None:
+        self.layer = layer.layer
+        self._sources = sources_of(layer)
 
     @property
     @abstractmethod
     def is_finite(self) -> Bool[Tensor, ""]:
         """Whether everything taken in so far was finite."""
 
-    def keep(self, tensor: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos *neurons"]:
-        """What is kept of a or b until the other has been seen."""
-        return tensor
+    def keep(self, heard: Any) -> Any:
+        """What is kept of something that was heard until the rest has been."""
+        return heard
 
     @abstractmethod
-    def take(self, a: Float[Tensor, "batch pos *neurons"], b: Float[Tensor, "batch pos *neurons"], batch: Batch) -> None:
-        """Take in what was kept of a batch."""
+    def take(self, heard: dict[str, Any], batch: Batch) -> None:
+        """Take in what was kept of a batch, by the names of ``hooks.ears``."""
 
-    def listener(self, batch: Batch, taking: Taking) -> Listener:
+    def ears(self, batch: Batch, taking: Taking) -> list[Ear]:
         """What listens while this batch is read."""
-        seen: dict[str, Tensor] = {}
+        heard: dict[str, Any] = {}
 
-        def see(symbol: str, tensor: Tensor) -> None:
-            seen[symbol] = self.keep(tensor)
-            if len(seen) == 2:
+        def hear(name: str, extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            heard[name] = self.keep(extract(args, kwargs, output))
+            if len(heard) == len(self._sources):
                 taking.begun.append(self)
-                self.take(seen.pop("a"), seen.pop("b"), batch)
+                self.take(heard, batch)
+                heard.clear()
                 taking.ended.append(self)
 
-        return Listener(self._site, partial(see, "a"), partial(see, "b"))
+        return [
+            Ear(source.module, partial(hear, name, source.extract))
+            for name, sources in self._sources.items()
+            for source in sources
+        ]
 
 
 def read_through(
@@ -110,8 +113,9 @@ def batch_size_for(model: LoadedModel, corpus: Corpus) -> int:
     """
     tokens = TOKENS_AT_ONCE[model.device.type]
     if model.device.type == "cuda":
-        site = next(iter(model.sites.values()))
-        per_token = (8 * site.q.shape[1] + 5 * site.q.shape[0]) * max(site.q.element_size(), 4)
+        weights = [site.q for site in model.sites.values()] + [one.sites[0].q for one in model.mixtures.values()]
+        d_mlp, d_model = max(q.shape[0] for q in weights), model.description["d_model"]
+        per_token = (8 * d_model + 5 * d_mlp) * max(weights[0].element_size(), 4)
         free, _ = torch.cuda.mem_get_info(model.device)
         tokens = min(tokens, int(MEMORY_SHARE * free / per_token))
     return max(1, tokens // max(len(window.tokens) for window in corpus.windows))
@@ -125,7 +129,8 @@ def _read(model: LoadedModel, corpus: Corpus, windows: Sequence[Window], streams
     batch = Batch.of(windows, [corpus.block_of(window) for window in windows], model.device)
     taking = Taking()
     try:
-        last = listen(model, windows, [stream.listener(batch, taking) for stream in streams], last_layer)
+        ears = [ear for stream in streams for ear in stream.ears(batch, taking)]
+        last = listen(model, windows, ears, last_layer)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -151,12 +156,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _check_finite(
-    streams: Sequence[Stream], last: Float[Tensor, "batch pos d_model"] | None, batch: Batch, dtype: str
+    streams: Sequence[Stream], last: Float[Tensor, "*batch pos d_model"] | None, batch: Batch, dtype: str
 ) -> None:
     """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
     finite = [stream.is_finite for stream in streams]
     if last is not None:
-        finite.append(last.flatten(0, 1)[batch.fed.to(last.device)].isfinite().all())
+        finite.append(last.flatten(-3, -2)[..., batch.fed.to(last.device), :].isfinite().all())
     device = batch.fed.device
     if not finite or bool(torch.stack([flag.to(device) for flag in finite]).all()):
         return

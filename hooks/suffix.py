@@ -20,6 +20,7 @@ from analysis.errors import UserError
 from hooks.corpus import Window
 from hooks.interventions import Rewrite, rewriting
 from hooks.models import LoadedModel
+from hooks.network import run_whole
 
 Hidden = Float[Tensor, "row pos d_model"]
 Logits = Float[Tensor, "row pos vocab"]
@@ -47,7 +48,7 @@ class Scored:
 def full_pass(model: LoadedModel, tokens: Int64[Tensor, "row pos"]) -> Logits:
     """The logits of one whole pass of the model."""
     try:
-        return model.bridge.original_model(tokens.to(model.device), use_cache=False).logits
+        return run_whole(model.network, tokens.to(model.device)).logits
     except torch.cuda.OutOfMemoryError as error:
         raise UserError("out of GPU memory in a causal pass: use a shorter --context, or --causal none") from error
 
@@ -90,7 +91,7 @@ def clean_pass(
     inputs: list[Tensor] = []
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(rewriting(model, rewrites))
-        for layer in range(len(model.bridge.blocks)):
+        for layer in range(len(model.blocks(model.network))):
             stack.enter_context(_inputs_kept(model, layer, inputs))
         logits = full_pass(model, window.tokens[None])
     return logits, torch.cat(inputs)
@@ -99,25 +100,26 @@ def clean_pass(
 @contextmanager
 def _entering(model: LoadedModel, layer: int, hidden: Hidden) -> Iterator[None]:
     """Within the block, the layers before this one do nothing but hand on its input."""
-    skipped = model.bridge.blocks[:layer]
-    hook = model.bridge.blocks[layer].register_forward_pre_hook(
+    blocks = model.blocks(model.network)
+    hook = blocks[layer].register_forward_pre_hook(
         lambda _, args, kwargs: ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden}),
         with_kwargs=True,
     )
     try:
-        for block in skipped:
-            vars(block)["forward"] = lambda *_, **__: hidden  # setattr would put it on the module that the block wraps
+        for number, block in enumerate(blocks[:layer]):
+            handed_on = (hidden,) if number in model.found.in_tuples else hidden
+            vars(block)["forward"] = lambda *_, handed_on=handed_on, **__: handed_on  # setattr would reach a wrapped module
         yield
     finally:
         hook.remove()
-        for block in skipped:
+        for block in blocks[:layer]:
             vars(block).pop("forward", None)
 
 
 @contextmanager
 def _inputs_kept(model: LoadedModel, layer: int, inputs: list[Tensor]) -> Iterator[None]:
     """Within the block, what a layer is given is appended to the list."""
-    hook = model.bridge.blocks[layer].register_forward_pre_hook(
+    hook = model.blocks(model.network)[layer].register_forward_pre_hook(
         lambda _, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
     )
     try:

@@ -65,7 +65,7 @@ def sweep(
     n_tokens = torch.tensor([len(state.scored) for state in states])
     base = torch.tensor([state.base for state in states], dtype=torch.float64)
     names = tuple(edits[layers[0]])
-    return Sweep(names, n_tokens, base, found, len(model.bridge.blocks), clean_seconds)
+    return Sweep(names, n_tokens, base, found, model.description["n_layers"], clean_seconds)
 
 
 @dataclass

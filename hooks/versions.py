@@ -87,7 +87,7 @@ class Entry:
             yield versions[start : start + size]
 
     def _count(self, rows: int) -> None:
-        self.effort.blocks += rows * (len(self.model.bridge.blocks) - self.layer)
+        self.effort.blocks += rows * (self.model.description["n_layers"] - self.layer)
         self.effort.unembeddings += rows
 
 

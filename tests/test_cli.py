@@ -224,7 +224,7 @@ def test_a_failed_check_exits_with_1_and_is_written(
     monkeypatch.setattr("hooks.models.LOGIT_SLACK", -1.0)
     code, out, _ = call("analyze", tiny_llama, "--out", tmp_path / "run", *QUICK)
     assert code == 1
-    assert "check failed: logits with and without TransformerLens" in out
+    assert "check failed: logits of the pass that reads" in out
     assert not all(check["passed"] for check in Run.load(tmp_path / "run").acceptance)
 
 

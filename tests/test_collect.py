@@ -18,6 +18,7 @@ from analysis.tile import TileReducer
 from analysis.window import Window
 from hooks.collect import analyze, collect
 from hooks.models import LoadedModel, load_model
+from hooks.sites import Found
 from tests.tiny import save_tiny
 
 CONTEXT = 48
@@ -97,7 +98,7 @@ def test_some_layers_are_as_in_the_whole(llama: LoadedModel) -> None:
 
 def test_layers_after_the_last_one_asked_for_are_not_run(llama: LoadedModel) -> None:
     fired = []
-    handle = llama.plain_blocks[2].mlp.register_forward_pre_hook(lambda *_: fired.append(2))
+    handle = llama.blocks(llama.plain)[2].mlp.register_forward_pre_hook(lambda *_: fired.append(2))
     read(llama, layers=[0, 1])
     handle.remove()
     assert fired == []
@@ -112,7 +113,7 @@ def test_every_part_of_the_model_is_as_before(llama: LoadedModel) -> None:
 
 
 def test_a_skipped_layer_is_named_with_its_reason(llama: LoadedModel) -> None:
-    partial = replace(llama, sites={0: llama.sites[0]}, skipped={1: "because", 2: "of that"})
+    partial = replace(llama, found=Found({0: llama.sites[0]}, {}, {1: "because", 2: "of that"}))
     assert read(partial).skipped == {1: "because", 2: "of that"}
     assert read(partial, layers=[0, 1]).skipped == {1: "because"}
     with pytest.raises(UserError, match="layer 2: of that"):

@@ -307,7 +307,7 @@ def test_the_record_of_a_run_says_how_it_was_computed(llama: LoadedModel, monkey
         return TileReducer(*layer, device, dtype, compiled=True) if next(made) else reducer_of(*args)
 
     monkeypatch.setattr(tile, "compiled_sums", tile_sums)
-    monkeypatch.setattr("hooks.collect.reducer_of", some)
+    monkeypatch.setattr("hooks.streams.reducer_of", some)
     assert read() == "compiled, fused"
 
 

@@ -25,6 +25,7 @@ from analysis.window import Window
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from hooks.neuron import inspect_neuron
+from hooks.sites import Found
 from reports.neuron import histogram
 from reports.neuron_page import NeuronPage
 from tests.hostile import CORPUS, SCRIPT, hostile_tokenizer
@@ -157,25 +158,25 @@ def page(record: NeuronRecord) -> NeuronPage:
 
 
 @pytest.mark.parametrize(
-    ("family", "norm", "offset", "output_offset"),
+    ("family", "norm", "after", "offset"),
     [
-        ("llama", "post_attention_layernorm", 0, 0),
-        ("gemma3", "pre_feedforward_layernorm", 1, 1),
-        ("olmo2", None, 0, 0),
-        ("cohere", "input_layernorm", 0, 0),
+        ("llama", "post_attention_layernorm", None, 0),
+        ("gemma3", "pre_feedforward_layernorm", "post_feedforward_layernorm", 1),
+        ("olmo2", None, "post_feedforward_layernorm", 0),
+        ("cohere", "input_layernorm", None, 0),
     ],
 )
 def test_readouts_are_the_models_own_matrices(
-    family: str, norm: str | None, offset: int, output_offset: int, tmp_path: Path
+    family: str, norm: str | None, after: str | None, offset: int, tmp_path: Path
 ) -> None:
     """Against Hugging Face's own weights, token by token; Cohere's one norm stands before attention and MLP alike."""
     model = load_model(str(save_tiny(family, tmp_path / family)), device="cpu")
     found = inspect_neuron(model, model.read(context=32, max_tokens=64), (1, 5), top=6, quiet=True)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / family)
     block = plain.model.layers[1]
-    gain = torch.ones(32) if norm is None else getattr(block, norm).weight + offset
+    gain, value_gain = (torch.ones(32) if name is None else getattr(block, name).weight + offset for name in (norm, after))
     q, k = ((gain * weight[5]).double() for weight in (block.mlp.gate_proj.weight, block.mlp.up_proj.weight))
-    v = ((plain.model.norm.weight + output_offset) * block.mlp.down_proj.weight[:, 5]).double()
+    v = ((plain.model.norm.weight + offset) * value_gain * block.mlp.down_proj.weight[:, 5]).double()
     embedding, unembedding = plain.model.embed_tokens.weight.double(), plain.lm_head.weight.double()
     known = len(model.tokenizer)
     logits = [float(sum(v[i] * row[i] for i in range(32))) for row in unembedding]
@@ -192,7 +193,7 @@ def test_readouts_are_the_models_own_matrices(
         assert readout.spread == pytest.approx(float(np.std(values)), rel=1e-5)
         best = model.tokenizer.decode([int(np.argmax(values))])
         assert readout.highest[0][0] == best
-    assert found.output_gain == ("ln_final, γ = 1 + weight" if output_offset else "ln_final, γ = weight")
+    assert found.output_gain == ("model.norm, γ = 1 + weight" if offset else "model.norm, γ = weight")
 
 
 def test_rows_beyond_the_tokenizer_are_no_tokens(tmp_path: Path) -> None:
@@ -460,6 +461,6 @@ def test_other_bad_input_is_refused(llama: LoadedModel, tiny_llama: Path, tmp_pa
     for top in (0, 101):
         with pytest.raises(UserError, match=f"a list of {top} cannot be shown"):
             inspect_neuron(llama, text, "1:7", top=top, quiet=True)
-    broken = replace(llama, sites={0: llama.sites[0]}, skipped={1: "it is a router", 2: "it is a router"})
+    broken = replace(llama, found=Found({0: llama.sites[0]}, {}, {1: "it is a router", 2: "it is a router"}))
     with pytest.raises(UserError, match=r"none of the layers asked for can be analysed \(layer 1: it is a router\)"):
         inspect_neuron(broken, text, "1:7", quiet=True)

@@ -14,10 +14,11 @@ from analysis.errors import UserError
 from analysis.run import Run
 from analysis.window import Batch
 from hooks import reading
-from hooks.collect import LayerStream, analyze
+from hooks.collect import analyze
 from hooks.interventions import rewriting
 from hooks.models import LoadedModel, load_model
 from hooks.reading import TOKENS_AT_ONCE, batch_size_for, is_out_of_memory
+from hooks.streams import SiteStream
 
 CONTEXT = 48
 
@@ -40,13 +41,13 @@ def bounded(monkeypatch: pytest.MonkeyPatch, room: int, after: int, error: Calla
     """Passes of more windows than there is room for fail when that many layers have been heard; returns their sizes."""
     listen, sizes = reading.listen, []
 
-    def scarce(model: LoadedModel, windows: Any, listeners: Any, last_layer: int) -> Any:
+    def scarce(model: LoadedModel, windows: Any, ears: Any, last_layer: int) -> Any:
         sizes.append(len(windows))
         if len(windows) > room:
-            if heard := listeners[:after]:
-                listen(model, windows, heard, heard[-1].site.layer)
+            if heard := ears[: 2 * after]:  # of gate and up
+                listen(model, windows, heard, after - 1)
             raise error()
-        return listen(model, windows, listeners, last_layer)
+        return listen(model, windows, ears, last_layer)
 
     monkeypatch.setattr(reading, "listen", scarce)
     return sizes
@@ -129,28 +130,33 @@ def test_two_threads_with_one_model_hear_their_own_pass(llama: LoadedModel) -> N
 
 
 def test_an_edited_model_is_read_as_edited(llama: LoadedModel) -> None:
-    """Hooks of the wrapped model change nothing in the plain one; then its own pass is read."""
+    """By ``rewriting``, and by hooks that somebody puts on the wrapped model, of which the model itself knows nothing."""
     plain = read(llama)
-    assert not llama.is_hooked
+    assert llama.network is llama.plain
     with rewriting(llama, {0: Change(Exchange(), llama.sites[0].unit)}):
-        assert llama.is_hooked
         edited = read(llama)
-    for layer, changes in ((0, False), (2, True)):
-        mine, theirs = (run.layers[layer].moments.neuron["hh"] for run in (plain, edited))
-        assert torch.allclose(mine, theirs, rtol=1e-4) is not changes
+    assert llama.bridge is not None
+    with llama.bridge.hooks(fwd_hooks=[(llama.sites[0].hook_h, lambda h, hook: -2 * h)]):
+        assert llama.network is llama.bridge.original_model
+        hooked = read(llama)
+    assert llama.network is llama.plain
+    for run in (edited, hooked):
+        for layer, changes in ((0, False), (2, True)):
+            mine, theirs = (one.layers[layer].moments.neuron["hh"] for one in (plain, run))
+            assert torch.allclose(mine, theirs, rtol=1e-4) is not changes
 
 
 def test_overflow_before_the_memory_ran_out_is_refused(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that had the whole batch is in neither of its halves, and is looked at all the same."""
-    take = LayerStream.take
+    take = SiteStream.take
 
-    def overflowing(stream: LayerStream, a: torch.Tensor, b: torch.Tensor, batch: Batch) -> None:
+    def overflowing(stream: SiteStream, heard: dict[str, torch.Tensor], batch: Batch) -> None:
         if stream.layer == 0 and batch.windows[0].index == 8:
-            a = a.clone()
-            a[0, 5, 3] = torch.inf
-        take(stream, a, b, batch)
+            heard["a"] = heard["a"].clone()
+            heard["a"][0, 5, 3] = torch.inf
+        take(stream, heard, batch)
 
-    monkeypatch.setattr(LayerStream, "take", overflowing)
+    monkeypatch.setattr(SiteStream, "take", overflowing)
     bounded(monkeypatch, 4, 1, ERRORS["of a GPU"])
     with pytest.raises(UserError, match="activations of layer 0: NaN or infinite"):
         analyze(llama, llama.read(context=CONTEXT, max_tokens=16 * CONTEXT), batch_size=8, quiet=True)

@@ -119,7 +119,7 @@ def test_every_column_is_that_of_float64_statistics(
     def exact(unit: Unit, layout: Layout, geometry: Geometry, pairing: Pairing, *_: object) -> TileReducer:
         return TileReducer(unit, layout, geometry, pairing, dtype=torch.float64)
 
-    monkeypatch.setattr("hooks.collect.reducer_of", exact)
+    monkeypatch.setattr("hooks.streams.reducer_of", exact)
     slow = layers_table(analyze(model, text, layers=layers, quiet=True))
     assert list(fast.columns) == list(slow.columns)
     for column in fast.select_dtypes("number"):
@@ -130,7 +130,8 @@ def test_every_column_is_that_of_float64_statistics(
 def test_the_pass_that_reads_is_the_models_own(smollm2: LoadedModel, gemma3: LoadedModel) -> None:
     """What is listened to is what Hugging Face computes, with the attention it takes by itself."""
     for model in (smollm2, gemma3):
-        assert all(model.is_plain(site) for site in model.sites.values())
+        assert model.network is model.plain
+        assert all(site.hook_names for site in model.sites.values())
         assert model.plain.config._attn_implementation == "sdpa"
         tokens = model.read(max_tokens=300).windows[0].tokens[None]
         with torch.no_grad():

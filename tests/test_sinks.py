@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +9,9 @@ from torch import Tensor
 
 from analysis.run import Run
 from analysis.window import Batch, Window
-from hooks.collect import LayerStream, analyze
+from hooks.collect import analyze
 from hooks.models import LoadedModel
+from hooks.streams import SiteStream
 from reports.summary import remarks
 from reports.tables import extremes_table, layers_table
 from tests.analysis_helpers import Case, random_case
@@ -74,16 +74,17 @@ def test_an_uncounted_token_is_extreme_but_changes_no_number() -> None:
 @pytest.fixture
 def planted_run(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run in which one neuron of layer 1 is massive on one token."""
-    take = LayerStream.take
+    take = SiteStream.take
 
-    def planted(stream: Any, a: Tensor, b: Tensor, batch: Batch) -> None:
+    def planted(stream: SiteStream, heard: dict[str, Tensor], batch: Batch) -> None:
         for row, window in enumerate(batch.windows):
-            if window.index == WINDOW and stream._site.layer == LAYER:
-                a, b = a.clone(), b.clone()
+            if window.index == WINDOW and stream.layer == LAYER:
+                a, b = heard["a"].clone(), heard["b"].clone()
                 a[row, POSITION, NEURON], b[row, POSITION, NEURON] = 300.0, -800.0
-        take(stream, a, b, batch)
+                heard |= {"a": a, "b": b}
+        take(stream, heard, batch)
 
-    monkeypatch.setattr(LayerStream, "take", planted)
+    monkeypatch.setattr(SiteStream, "take", planted)
     return analyze(llama, llama.read(context=64, max_tokens=1280), quiet=True)
 
 

@@ -1,0 +1,164 @@
+"""A layer as the corpus is read: what is heard of its units becomes sums at once, and is let go.
+
+In a mixture of experts nothing that is heard is a or b: they are computed from an expert's own tokens, one expert after the
+other, so that memory and time are those of the tokens that were sent to it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from torch.nn.functional import linear
+
+from analysis.fused import reducer_of
+from analysis.geometry import Geometry, Pairing, derangements
+from analysis.interactions import antisymmetric_share
+from analysis.moments import Accumulator
+
+try:  # SHIM
+    from analysis.interactions import antisymmetric_share_of
+    from analysis.moments import Part
+except ImportError:
+    Part = tuple
+from analysis.run import Layer
+from analysis.sums import Layout
+from analysis.totals import Reducer
+from analysis.window import Batch
+from hooks.placement import NOTHING_AFTER
+from hooks.reading import Stream
+from hooks.sites import Mixture, Site
+from hooks.taps import Routing
+
+
+def stream_of(layer: Site | Mixture, alphas: Sequence[float], draws: int, seed: int) -> "LayerStream":
+    """An empty stream, with re-pairings drawn by the seed."""
+    if isinstance(layer, Site):
+        return SiteStream(layer, alphas, draws, seed)
+    return MixtureStream(layer, alphas, draws, seed)
+
+
+class LayerStream(Stream):
+    """The moments of a layer as they grow."""
+
+    _accumulator: Accumulator
+
+    @property
+    def kind(self) -> str:
+        """How its sums are computed."""
+        return self._accumulator.kind
+
+    @property
+    def is_finite(self) -> Bool[Tensor, ""]:
+        return self._accumulator.is_finite
+
+    @abstractmethod
+    def found(self) -> Layer:
+        """The layer with what was seen of it until now."""
+
+
+def geometry_of(site: Site) -> Geometry:
+    """Of a site, with what is applied before and after it folded into its vectors."""
+    return Geometry.of(site.q, site.k, site.v * site.value_gain, site.gain)
+
+
+def geometry_of_layer(layer: Site | Mixture) -> Geometry:
+    """Of all neurons of a layer."""
+    return geometry_of(layer) if isinstance(layer, Site) else Geometry.cat([geometry_of(site) for site in layer.sites])
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a site's sums need to know beforehand."""
+
+    geometry: Geometry
+    pairing: Pairing
+    reduce: Reducer
+
+    @classmethod
+    def of(cls, site: Site, layout: Layout, draws: int, seed: int) -> "_Prepared":
+        geometry = geometry_of(site)
+        pairing = geometry.pairing(site.q, site.k, site.gain, derangements(len(site.q), draws, seed))
+        return cls(geometry, pairing, reducer_of(site.unit, layout, geometry, pairing, site.q.device, site.q.dtype))
+
+
+class SiteStream(LayerStream):
+    """The moments of one site as they grow."""
+
+    def __init__(self, site: Site, alphas: Sequence[float], draws: int, seed: int) -> None:
+        super().__init__(site)
+        self._site = site
+        self._prepared = _Prepared.of(site, Layout.of(site.unit, alphas, draws), draws, seed)
+        self._accumulator = Accumulator(site.q.shape[0], self._prepared.reduce)
+
+    def found(self) -> Layer:
+        site = self._site
+        return Layer(
+            unit=site.unit,
+            moments=self._accumulator.moments(),
+            geometry=self._prepared.geometry,
+            gain=gain_in_words(site),
+            interaction_antisymmetry=antisymmetric_share(site.q * site.gain, site.k * site.gain, site.v * site.value_gain),
+            partners=self._prepared.pairing.partners,
+        )
+
+    def take(self, heard: dict[str, Any], batch: Batch) -> None:
+        self._accumulator.add(heard.pop("a"), heard.pop("b"), batch)
+
+
+class MixtureStream(LayerStream):
+    """The moments of a layer of experts as they grow."""
+
+    def __init__(self, mixture: Mixture, alphas: Sequence[float], draws: int, seed: int) -> None:
+        super().__init__(mixture)
+        self._mixture = mixture
+        layout = Layout.of(mixture.unit, alphas, draws)
+        # Experts differ in their re-pairings too: one seed for all would tie their chance together.
+        seeds = torch.randint(2**62, (len(mixture.sites),), generator=torch.Generator().manual_seed(seed)).tolist()
+        self._prepared = [_Prepared.of(site, layout, draws, own) for site, own in zip(mixture.sites, seeds, strict=True)]
+        self._accumulator = Accumulator(mixture.n_neurons, [prepared.reduce for prepared in self._prepared])
+
+    def found(self) -> Layer:
+        sites = self._mixture.sites
+        width = torch.tensor([len(site.q) for site in sites])
+        first = width.cumsum(0) - width
+        partners = [prepared.pairing.partners + int(at) for prepared, at in zip(self._prepared, first, strict=True)]
+        vectors = ((site.q * site.gain, site.k * site.gain, site.v * site.value_gain) for site in sites)
+        return Layer(
+            unit=self._mixture.unit,
+            moments=self._accumulator.moments(),
+            geometry=Geometry.cat([prepared.geometry for prepared in self._prepared]),
+            gain="; ".join(dict.fromkeys(gain_in_words(site) for site in sites)),
+            interaction_antisymmetry=antisymmetric_share_of(vectors),
+            partners=torch.cat(partners, dim=1),
+            experts=torch.tensor([int(site.expert or 0) for site in sites]).repeat_interleave(width),
+        )
+
+    def take(self, heard: dict[str, Any], batch: Batch) -> None:
+        self._accumulator.add_experts(self._parts(heard, batch), batch)
+
+    def _parts(self, heard: dict[str, Any], batch: Batch) -> Iterator[Part]:
+        """One expert after the other: which it is, a and b of its tokens, their places and their weights."""
+        routing: Routing = heard["routing"]
+        is_fed = torch.zeros(batch.places.shape[1], dtype=torch.bool, device=routing.x.device)
+        is_fed[batch.fed] = True
+        for number, (row, weight) in enumerate(routing.by_expert(self._mixture.stacks.n_experts)):
+            fed = is_fed[routing.place[row]]
+            row, weight, site = row[fed], weight[fed], self._mixture.sites[number]
+            x = routing.x[row]
+            a, b = linear(x, site.q, site.q_bias), linear(x, site.k, site.k_bias)
+            yield number, a, b, routing.place[row], weight
+        if self._mixture.shared is not None:
+            a, b = (heard[symbol].flatten(0, -2)[batch.fed] for symbol in "ab")
+            weight = heard["weight"].flatten()[batch.fed] if "weight" in heard else torch.ones_like(a[:, 0])
+            yield len(self._mixture.routed), a, b, batch.fed, weight
+
+
+def gain_in_words(site: Site) -> str:
+    """What was folded into q and k, and into v where it is anything."""
+    return (
+        site.gain_source if site.value_gain_source == NOTHING_AFTER else f"{site.gain_source}; v: {site.value_gain_source}"
+    )

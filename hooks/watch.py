@@ -1,0 +1,70 @@
+"""What the modules of a block were given and gave, seen block by block while a model runs; nothing of it is kept."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hooks.network import hidden_of
+
+
+@dataclass
+class Seen:
+    """What the modules of a block were given and gave in one pass, and the block itself."""
+
+    block: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    in_tuple: bool = False
+    calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
+    fired: Counter[nn.Module] = field(default_factory=Counter)
+
+    def given(self, module: nn.Module) -> Float[Tensor, "place d_in"]:
+        """The first tensor that a module was given, positions flattened."""
+        args, kwargs, _ = self.calls[module]
+        return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).detach().flatten(0, -2)
+
+    def gave(self, module: nn.Module) -> Float[Tensor, "place d_out"]:
+        return hidden_of(self.calls[module][2]).detach().flatten(0, -2)
+
+    def norms(self, x: Tensor) -> Iterator[tuple[str, nn.Module, Tensor, Tensor]]:
+        """Modules that take rows as wide as x to such rows and hold no matrix."""
+        for name, module in self.block.named_modules():
+            if module in self.calls and not any(weight.ndim > 1 for weight in module.parameters()):
+                args, _, output = self.calls[module]
+                if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and output.shape[-1] == x.shape[-1]:
+                    yield name, module, self.given(module), self.gave(module)
+
+    def again(self) -> Tensor:
+        """What the block gives when it is run once more on the same."""
+        return hidden_of(self.block(*self.args, **self.kwargs))
+
+
+def watch(block: nn.Module, look: Callable[[Seen], None], stack: ExitStack) -> None:
+    """Have ``look`` see what the block's modules did as soon as the block has run; then nothing of it is kept."""
+    seen = Seen(block)
+    handles: list[RemovableHandle] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        kept = output.clone() if isinstance(output, Tensor) else output  # some families add to it in place
+        seen.calls[module] = args, kwargs, kept
+        seen.fired[module] += 1
+
+    def done(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        seen.args, seen.kwargs, seen.in_tuple = args, kwargs, not isinstance(output, Tensor)
+        look(seen)
+        seen.calls.clear()
+
+    for module in block.modules():
+        if module is not block:
+            handles.append(module.register_forward_hook(keep, with_kwargs=True))
+    handles.append(block.register_forward_hook(done, with_kwargs=True))
+    for handle in handles:
+        stack.callback(handle.remove)
