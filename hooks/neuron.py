@@ -63,7 +63,8 @@ def inspect_neuron(
         quiet: no progress bar.
 
     Raises:
-        UserError: there is no such neuron, its layer is no site, the run is not of this model, or something overflowed.
+        UserError: there is no such neuron, its layer is no site or couples its neurons, the run is not of this model, or
+            something overflowed.
     """
     layer, index = parse_neuron(neuron) if isinstance(neuron, str) else neuron
     site = _site_of(model, layer, index)
@@ -128,6 +129,11 @@ def _site_of(model: LoadedModel, layer: int, index: int) -> Site:
     d_mlp = site.q.shape[0]
     if not 0 <= index < d_mlp:
         raise UserError(f"neuron {index} is out of range: layer {layer} has neurons 0-{d_mlp - 1}")
+    if not site.unit.is_pointwise:
+        raise UserError(
+            f"the gates of layer {layer} hang together ({site.unit.name}): a neuron has no response to its own (a, b) to show, "
+            "find its numbers in the neurons.parquet of analyze"
+        )
     return site
 
 
