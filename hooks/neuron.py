@@ -131,7 +131,7 @@ def _site_of(model: LoadedModel, layer: int, index: int) -> Site:
         raise UserError(f"neuron {index} is out of range: layer {layer} has neurons 0-{d_mlp - 1}")
     if not site.unit.is_pointwise:
         raise UserError(
-            f"the gates of layer {layer} hang together ({site.unit.name}): a neuron has no response to its own (a, b) to show, "
+            f"the gates of layer {layer} hang together ({site.unit.name}): a neuron has no response to its own (a, b), "
             "find its numbers in the neurons.parquet of analyze"
         )
     return site
