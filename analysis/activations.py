@@ -8,12 +8,17 @@ has, so each activation carries lim σ(z)/z on both sides of both ends:
 
 A slope of ``None`` says that the limit does not exist (sigmoid at zero: σ(0) = 1/2).
 
-Names are the canonical ones of Hugging Face configurations; aliases map to them. An unknown name is an error.
+Names are the canonical ones of Hugging Face configurations; aliases map to them. An unknown name is an error. Two functions
+make a gate of another one, and are written in its name with their parameter:
+
+    soft_capped(σ,c)    σ(c·tanh(z/c)): as σ near 0, flat beyond c
+    multiplied(σ,m)     σ(mz): the gate of Falcon-H1, whose pre-activation is multiplied by a constant
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float
@@ -21,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from analysis.errors import UserError
+from analysis.naming import numbers, parsed, require, written
 
 Slopes = tuple[float, float]
 
@@ -36,6 +42,7 @@ class Activation:
         slope_at_infinity: (lim z→−∞, lim z→+∞) of σ(z)/z, or None where it diverges.
         euler: zσ′(z) − σ(z), 0 where σ is linear on each side of 0; None has σ differentiated instead, which is as right
             and slower.
+        span: arguments of this size show all that σ does.
     """
 
     name: str
@@ -43,6 +50,7 @@ class Activation:
     slope_at_zero: Slopes | None
     slope_at_infinity: Slopes | None
     euler: Callable[[Tensor], Tensor] | None = None
+    span: float = 1.0
 
     def __call__(self, z: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         return self.function(z)
@@ -140,10 +148,63 @@ ALIASES = {
 }
 
 
-def activation_named(name: str) -> Activation:
-    """The activation of that name or alias; raises UserError for any other name."""
+@cache
+def soft_capped(activation: Activation, cap: float) -> Activation:
+    """σ(c·tanh(z/c)), c > 0.
+
+    With u = c·tanh(z/c) and r = zu′/u = 2t/sinh 2t, t = z/c: zσ′(u)u′ − σ(u) = r(uσ′(u) − σ(u)) − (1 − r)σ(u).
+    """
+    sigma, euler, name = activation.function, activation.euler, written("soft_capped", activation.name, cap)
+    require(cap > 0, name, "give a cap above 0")
+
+    def function(z: Tensor) -> Tensor:
+        return sigma(cap * torch.tanh(z / cap))
+
+    def euler_of_it(z: Tensor) -> Tensor:
+        inside, twice = cap * torch.tanh(z / cap), 2 / cap * z
+        ratio = torch.where(twice == 0, 1.0, twice / torch.sinh(twice))
+        return ratio * euler(inside) - (1 - ratio) * sigma(inside)  # type: ignore[misc]
+
+    slopes, span = (activation.slope_at_zero, (0.0, 0.0)), max(activation.span, cap / 2)
+    return Activation(name, function, *slopes, None if euler is None else euler_of_it, span)
+
+
+@cache
+def multiplied(activation: Activation, factor: float) -> Activation:
+    """σ(mz), m ≠ 0; its zσ′ − σ is that of σ, taken at mz."""
+    sigma, euler, name = activation.function, activation.euler, written("multiplied", activation.name, factor)
+    require(factor != 0, name, "a gate multiplied by 0 sees nothing, give another factor")
+
+    def function(z: Tensor) -> Tensor:
+        return sigma(factor * z)
+
+    def euler_of_it(z: Tensor) -> Tensor:
+        return euler(factor * z)  # type: ignore[misc]
+
+    def times(slopes: Slopes | None) -> Slopes | None:
+        if slopes is None:
+            return None
+        negative, positive = slopes if factor > 0 else slopes[::-1]
+        return factor * negative, factor * positive
+
+    slopes, span = (times(activation.slope_at_zero), times(activation.slope_at_infinity)), activation.span / abs(factor)
+    return Activation(name, function, *slopes, None if euler is None else euler_of_it, span)
+
+
+MADE: dict[str, Callable[[Activation, float], Activation]] = {"soft_capped": soft_capped, "multiplied": multiplied}
+"""What makes an activation of another one, by its name."""
+
+
+def activation_named(name: str, units: tuple[str, ...] = ()) -> Activation:
+    """The activation of that name or alias, or made of one, as in soft_capped(gelu,30); UserError for any other name.
+
+    ``units`` are forms that the name could have had besides, for the message.
+    """
+    kind, parameters = parsed(name)
+    if kind in MADE and parameters:
+        return MADE[kind](activation_named(parameters[0], units), *numbers(name, parameters[1:], 1))
     canonical = ALIASES.get(name, name)
     if canonical not in ACTIVATIONS:
-        known = ", ".join(sorted({*ACTIVATIONS, *ALIASES}))
+        known = ", ".join([*sorted({*ACTIVATIONS, *ALIASES}), *(f"{kind}(NAME,NUMBER)" for kind in MADE), *units])
         raise UserError(f"unknown gate activation {name!r}: known are {known}; add it to analysis/activations.py")
     return ACTIVATIONS[canonical]

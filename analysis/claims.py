@@ -5,6 +5,9 @@ prediction of invariance holds if the largest of them is rounding error (``LIMIT
 is a witness: a form with one neuron and d_model = 2, q = (1, 0), k = (0, 1), v = (1, 0), whose output at x = (a, b) the
 action visibly changes. On the gated MLP the witness is a pair (a, b) with σ(a)·b ≠ σ(αa)·b/α.
 
+Inputs and the grid of witnesses are as wide as the unit needs to show all that it does, its ``span``. Where the gates of a
+layer hang together (top-k), there are enough neurons for some to be open, and those beside the witness have weights 0.
+
 The two theorems of the paper (Breslow 2026) are checked as equivalences, both sides measured:
 
     exchange   σ(a)b = σ(b)a for all a, b                 exactly when  σ(z)/z is constant
@@ -134,7 +137,7 @@ def accepts(form: type[Form], unit: Unit) -> bool:
 def claim(form: type[Form], action: type[Action], unit: Unit, draws: int = DRAWS, seed: int = 0) -> Claim:
     """Predict and measure one cell."""
     generator = torch.Generator().manual_seed(seed)
-    prediction = predicted(form, action, unit.name)
+    prediction = predicted(form, action, unit)
     residuals = [_residuals(form, action, unit, generator) for _ in range(draws)]
     positive, negative = torch.tensor(residuals, dtype=torch.float64).amax(dim=0).tolist()
     found = None if prediction is Outcome.INVARIANT else witness(form, action, unit, prediction)
@@ -144,8 +147,8 @@ def claim(form: type[Form], action: type[Action], unit: Unit, draws: int = DRAWS
 def _residuals(form: type[Form], action: type[Action], unit: Unit, generator: torch.Generator) -> tuple[float, float]:
     """The relative change on one random form of random shape, for a positive and for a negative parameter."""
     d_model, d_mlp, rank = (int(torch.randint(2, 7, (), generator=generator)) for _ in range(3))
-    one = form.random(_sigma(form, unit), d_model, d_mlp, rank, generator=generator)
-    x = 3 * torch.randn(16, d_model, generator=generator, dtype=torch.float64)
+    one = form.random(_sigma(form, unit), d_model, d_mlp + unit.enough_neurons - 1, rank, generator=generator)
+    x = 3 * unit.span * torch.randn(16, d_model, generator=generator, dtype=torch.float64)
     positive = residual(one, _DRAWN[action](one, generator, 1.0), x)
     return positive, residual(one, _DRAWN[action](one, generator, -1.0), x) if action in SIGNED else math.nan
 
@@ -154,7 +157,7 @@ def witness(form: type[Form], action: type[Action], unit: Unit, prediction: Outc
     """The point of the grid at which a simple action of that kind shows most; a negative one where only those break."""
     label, simple = _simple(action, -1.0 if prediction is Outcome.POSITIVE else 2.0)
     one = smallest(form, unit)
-    points = torch.tensor(GRID, dtype=torch.float64)
+    points = unit.span * torch.tensor(GRID, dtype=torch.float64)
     x = torch.cartesian_prod(points, points)
     outputs = torch.stack([one(x)[:, 0], simple(one)(x)[:, 0]], dim=1)
     place = int((outputs[:, 1] - outputs[:, 0]).abs().argmax())
@@ -163,23 +166,28 @@ def witness(form: type[Form], action: type[Action], unit: Unit, prediction: Outc
 
 
 def smallest(form: type[Form], unit: Unit) -> Form:
-    """One neuron in d_model = 2 with q = (1, 0), k = (0, 1), v = (1, 0); a second direction of rank repeats the first."""
+    """One neuron in d_model = 2 with q = (1, 0), k = (0, 1), v = (1, 0); a second direction of rank repeats the first.
+
+    Beside it stand neurons with weights 0, if the unit needs some.
+    """
     build: Callable[..., Form] = form
-    weights = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in form.shapes(2, 1, 2).items()}
+    shapes = form.shapes(2, unit.enough_neurons, 2)
+    weights = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()}
     for name, place in (("q", 0), ("k", 1), ("v", 0)):
         if name in weights:
-            weights[name].view(2, -1)[place] = 1
+            own = weights[name][:1] if name in form.per_neuron else weights[name]
+            own.view(2, -1)[place] = 1
     return build(_sigma(form, unit), **weights)
 
 
 def theorems(units: dict[str, Unit] = UNITS, seed: int = 0) -> list[Theorem]:
-    """Both theorems on every unit of the form σ(a)·b."""
+    """Both theorems on every unit of the form σ(a)·b; the others are not what they speak of."""
     generator = torch.Generator().manual_seed(seed)
     a, b, log_alpha = torch.randn(3, 4096, generator=generator, dtype=torch.float64)
     found: list[Theorem] = []
     for unit in units.values():
         if isinstance(unit, GatedUnit):
-            found += _theorems_of(unit, 3 * a, 3 * b, log_alpha.exp())
+            found += _theorems_of(unit, 3 * unit.span * a, 3 * unit.span * b, log_alpha.exp())
     return found
 
 

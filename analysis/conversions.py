@@ -87,8 +87,11 @@ def absorbed_biases(form: GatedMLP) -> GatedMLP:
     """The same function of ``extended(x)`` without biases; the output has one more coordinate, which is 0.
 
     The biases of a and b become the queries' and keys' weight on the constant. The output's bias becomes the value of one
-    more neuron, with a = b = 1 everywhere; its symmetric sibling emits the same constant.
+    more neuron, with a = b = 1 everywhere; its symmetric sibling emits the same constant. One more neuron would change the
+    others where the unit couples them: ValueError.
     """
+    if not form.unit.is_pointwise:
+        raise ValueError(f"unit {form.unit.name} takes a cutoff over all neurons: no neuron can be added for the bias")
     d_mlp, d_model = form.v.shape
     bias = {
         name: form.v.new_zeros(size) if getattr(form, name) is None else getattr(form, name)

@@ -207,8 +207,12 @@ def parse_edits(text: str) -> tuple[str, ...]:
 
 
 def existing_edits(names: tuple[str, ...], units: list[Unit]) -> tuple[str, ...]:
-    """Those of the names that exist for every one of the units: not all have a limit at 0 or ∞."""
-    return tuple(name for name in names if all(name not in LIMITS or LIMITS[name] in unit.limits for unit in units))
+    """Those of the names that exist for every one of the units: not all have a limit at 0 or ∞.
+
+    Where up is bounded the limits are no bilinear or relufied unit, but vanish or do without b: they are no edits.
+    """
+    linear = [unit.limits if unit.up_is_linear else () for unit in units]
+    return tuple(name for name in names if all(name not in LIMITS or LIMITS[name] in limits for limits in linear))
 
 
 def _canonical(name: str) -> str:

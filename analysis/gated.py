@@ -88,7 +88,10 @@ class GatedMLP(Form):
 
 @dataclass(frozen=True)
 class LowRankGated(Form):
-    """Σ_j (Σ_r g(⟨x,q_jr⟩, ⟨x,k_jr⟩)) v_j, g(a, b) = σ(a)·b."""
+    """Σ_j (Σ_r g(⟨x,q_jr⟩, ⟨x,k_jr⟩)) v_j, g(a, b) = σ(a)·b.
+
+    A unit that couples the neurons of a layer sees all d_mlp·rank pairs: they are its neurons.
+    """
 
     equation = "Σ_j (Σ_r σ(⟨x,q_jr⟩)⟨x,k_jr⟩) v_j"
     has_basis = True
@@ -111,7 +114,8 @@ class LowRankGated(Form):
         return self.q.shape[-1]
 
     def memories(self, x: Rows) -> Scores:
-        return self.unit(projected(x, self.q), projected(x, self.k)).sum(dim=-1)
+        a, b = (projected(x, weights) for weights in (self.q, self.k))
+        return self.unit(a.flatten(1), b.flatten(1)).view_as(a).sum(dim=-1)
 
 
 FAMILY: tuple[type[Form], ...] = (

@@ -12,6 +12,9 @@ with correlation ρ and orthonormal Hermite polynomials η_k
 so that only integrals over one variable remain. They are done by Gauss-Hermite quadrature: no sampling noise, any g. What
 differs from this null is due to the shape of the data beyond its first two moments. (The other null, re-paired neurons,
 needs no assumption and is streamed: see ``analysis.measures``.)
+
+A unit that couples the neurons of a layer has no such null: a law of one neuron's (a, b) does not say what its h is. Its
+nulls are NaN.
 """
 
 from collections.abc import Sequence
@@ -75,6 +78,9 @@ class Parts:
 
 def gaussian_nulls(law: Law, unit: Unit, balance: Neurons, alphas: Sequence[float], nodes: int = NODES) -> dict[str, Parts]:
     """The Gaussian null of ``exchange``, ``exchange_balanced``, and of scaling at every α by ``scaling_name``."""
+    if not unit.is_pointwise:
+        nothing = Parts(*[torch.full_like(law.mean_a, torch.nan)] * 2)
+        return dict.fromkeys(("exchange", "exchange_balanced", *map(scaling_name, alphas)), nothing)
     points, transform = _hermite(nodes)
     powers = law.corr_ab.nan_to_num(nan=0.0) ** torch.arange(nodes, dtype=torch.float64)[:, None]
     a = law.mean_a + law.std_a * points

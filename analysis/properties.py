@@ -16,6 +16,12 @@ it asks σ(βz)/β = σ(z): the scaling's condition once more. All of this row i
 
 Change of basis. Σ_r ⟨x,q_r⟩⟨x,k_r⟩ = x QKᵀxᵀ keeps QKᵀ under every invertible A, whatever σ does to it. With σ on one
 factor under the sum over r, A = αI is the scaling and A = −I the flip, so σ has to be linear. Ours, as is the form.
+
+Other units, all ours. Each fails exchange: its factors are bounded on different sides, or by different functions, or, over
+the neurons of a layer, by different cutoffs. A clamp or a cap leaves nothing homogeneous; a clamp from above alone leaves
+nothing odd, a cap from both sides leaves σ as odd as it was. A top-k gate σ(r(a)) has r(αa) = αr(a) for α > 0, since mean
+and deviation over neurons are homogeneous too: scaling asks that σ is linear on z ≥ 0, and no more. Its flip is broken for
+every σ, because r(−a) is open where a is lowest.
 """
 
 from collections.abc import Callable
@@ -23,6 +29,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from analysis.actions import Action, ChangeOfBasis, Exchange, Permutation, Scaling, SignFlip, ValueRescaling
+from analysis.activations import Activation, activation_named
 from analysis.forms import (
     BilinearAttention,
     Form,
@@ -32,6 +39,9 @@ from analysis.forms import (
     Rank1BilinearAttention,
 )
 from analysis.gated import GatedMLP, LowRankGated
+from analysis.naming import parsed
+from analysis.unit import GatedUnit, Unit
+from analysis.unit_kinds import ClampedUnit, GptOssUnit, SoftCappedUnit, TopKUnit
 
 
 class Outcome(str, Enum):
@@ -71,9 +81,39 @@ PROPERTIES: dict[str, Properties] = {
     "sigmoid": Properties(False, False, "σ(0) = 1/2, a homogeneous or odd σ has σ(0) = 0; σ(z) + σ(−z) = 1"),
     "tanh": Properties(False, True, "bounded, so not homogeneous; odd"),
     "softplus": Properties(False, False, "σ(0) = log 2, a homogeneous or odd σ has σ(0) = 0"),
-    "gpt_oss": Properties(False, False, "g(a, 0) ≠ 0 and clamps: every action on b shows", linear_in_b=False),
 }
-"""Every known unit. Derived, never measured: the measurement is held against it."""
+"""Every known activation, as σ(a)·b. Derived, never measured: the measurement is held against it."""
+
+
+def properties_of(unit: Unit) -> Properties:
+    """What is known of any unit, from that of its σ; ValueError for a kind of which nothing is."""
+    if isinstance(unit, GatedUnit):
+        return _of_activation(unit.activation)
+    if isinstance(unit, GptOssUnit):
+        return Properties(False, False, "g(a, 0) ≠ 0 and clamps: every action on b shows", linear_in_b=False)
+    if isinstance(unit, ClampedUnit):
+        return Properties(False, False, "the gate is clamped from above alone, the up from both sides", linear_in_b=False)
+    if isinstance(unit, SoftCappedUnit):
+        return Properties(False, False, "both factors bounded; the logistic is not even", linear_in_b=False)
+    if isinstance(unit, TopKUnit):
+        homogeneous = _of_activation(unit.activation).homogeneous
+        why = "r(αa) = αr(a) for α > 0, and σ is linear on z ≥ 0" if homogeneous else "r(αa) = αr(a), but σ bends on z > 0"
+        return Properties(homogeneous, False, f"{why}; the cutoffs of a, of −a and of b differ")
+    raise ValueError(f"nothing is known of the unit {unit.name}: derive its properties in analysis/properties.py")
+
+
+def _of_activation(activation: Activation) -> Properties:
+    kind, parameters = parsed(activation.name)
+    if not parameters:
+        return PROPERTIES[activation.name]
+    inner = _of_activation(activation_named(parameters[0]))
+    if kind == "soft_capped":
+        return Properties(False, inner.odd, f"bounded, so not homogeneous; the cap is odd, and of σ: {inner.why}")
+    if kind == "multiplied":
+        return Properties(inner.homogeneous, inner.odd, f"σ(mz) has what σ has: {inner.why}")
+    raise ValueError(
+        f"nothing is known of the activation {activation.name}: derive its properties in analysis/properties.py"
+    )
 
 
 def _always(_: Properties) -> Outcome:
@@ -122,6 +162,6 @@ RULES: dict[type[Form], Rules] = {
 """Form → action → what its outcome hangs on; an action that is not listed is not defined on that form."""
 
 
-def predicted(form: type[Form], action: type[Action], unit: str) -> Outcome:
+def predicted(form: type[Form], action: type[Action], unit: Unit) -> Outcome:
     """What theory says of one cell of the table."""
-    return RULES[form][action](PROPERTIES[unit])
+    return RULES[form][action](properties_of(unit))

@@ -247,6 +247,12 @@ def _reasons(run: Run) -> Iterator[tuple[str, str]]:
         yield "*_excess_repaired_se", f"the chance of pairing needs at least {FEWEST_DRAWS} re-pairings: raise --draws"
     if run.settings["draws"] < 2:
         yield "*_repaired_p", "ranking a neuron among its re-pairings needs at least two of them: raise --draws"
+    coupled = sorted({layer.unit.name for layer in layers if not layer.unit.is_pointwise})
+    if coupled:
+        yield (
+            "*_null_gaussian",
+            f"{', '.join(coupled)}: a neuron's gate hangs on its whole layer, not on its own (a, b) alone",
+        )
     dead = {i: int((layer.moments.neuron["hh"] == 0).sum()) for i, layer in run.layers.items()}
     if any(dead.values()):
         silent = ", ".join(f"{count} in layer {index}" for index, count in dead.items() if count)

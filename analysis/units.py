@@ -1,169 +1,138 @@
-"""The gated unit g(a, b) and the actions of the two symmetries on it.
+"""Every known unit by name, and which units a model's layer may have.
 
-A neuron of a gated MLP reads its gate pre-activation a = ⟨q, x⟩ and its up pre-activation b = ⟨k, x⟩ and emits
-h = g(a, b), most often σ(a)·b. Rank-1 bilinear attention, σ(ab), is unchanged by
+A name is an activation's, and means σ(a)·b, or one of
 
-    exchange    (a, b) → (b, a)
-    scaling     (a, b) → (αa, b/α)
+    gpt_oss, gpt_oss(slope,limit)                clamped(σ,limit)       inkling2, inkling2(gate cap,up cap)
+    top_k(σ,sparsity)                            clamped_after(σ,limit)
 
-(Breslow 2026, the symmetries of the rank-1 form). Everything here is written for g(a, b) = gate(a)·up(b), so a unit with
-clamps or an offset needs only its own two factors.
+with σ an activation's name, soft_capped(σ,cap) or multiplied(σ,factor). ``Unit.name`` is such a name. Which unit a layer
+has is found by trying: ``candidate_units``, in the order in which a model makes them likely, then ``nearest_unit``.
 """
 
 import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from analysis.activations import Activation, Slopes, activation_named
+from analysis.activations import ACTIVATIONS, ALIASES, Activation, activation_named, multiplied, soft_capped
+from analysis.errors import UserError
+from analysis.naming import numbers, parsed
+from analysis.unit import GatedUnit, Unit
+from analysis.unit_kinds import ClampedUnit, GptOssUnit, SoftCappedUnit, TopKUnit
 
-Scalars = Float[Tensor, "*shape"]
+OTHER_UNITS: dict[str, Unit] = {
+    unit.name: unit
+    for unit in (
+        GptOssUnit(),
+        ClampedUnit(ACTIVATIONS["silu"], 10.0),
+        ClampedUnit(ACTIVATIONS["silu"], 16.0, after=True),
+        SoftCappedUnit(),
+        GatedUnit(soft_capped(ACTIVATIONS["gelu_pytorch_tanh"], 30.0)),
+        GatedUnit(multiplied(ACTIVATIONS["silu"], 0.5)),
+        TopKUnit(ACTIVATIONS["gelu_pytorch_tanh"], 0.95),
+    )
+}
+"""One of every kind that is not a plain activation times b, with parameters that models have."""
+_OF_AN_ACTIVATION: dict[str, Callable[[Activation, float], Unit]] = {
+    "clamped": ClampedUnit,
+    "clamped_after": lambda activation, limit: ClampedUnit(activation, limit, after=True),
+    "top_k": TopKUnit,
+}
+_OF_TWO_NUMBERS: dict[str, Callable[..., Unit]] = {"gpt_oss": GptOssUnit, "inkling2": SoftCappedUnit}
+_FORMS = (*(f"{kind}(NUMBER,NUMBER)" for kind in _OF_TWO_NUMBERS), *(f"{kind}(NAME,NUMBER)" for kind in _OF_AN_ACTIVATION))
 
-
-class Unit(ABC):
-    """A gated unit g(a, b) = gate(a)·up(b), elementwise on tensors of one shape.
-
-    Every gated MLP is of this form; most have up(b) = b, and then k → βk, v → v/β leaves the neuron as it is.
-    """
-
-    up_is_linear = True
-    """Whether up(b) = b."""
-
-    @property
-    def can_be_compiled(self) -> bool:
-        """Whether torch.compile takes it: it compiles a derivative that is written out, not one that torch takes."""
-        return False
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """A name from which ``unit_named`` makes the unit again."""
-
-    @abstractmethod
-    def gate(self, a: Scalars) -> Scalars:
-        """The factor that a alone decides, σ(a)."""
-
-    def up(self, b: Scalars) -> Scalars:
-        """The factor that b alone decides."""
-        return b
-
-    def __call__(self, a: Scalars, b: Scalars) -> Scalars:
-        """h = g(a, b)."""
-        return self.gate(a) * self.up(b)
-
-    @property
-    def limits(self) -> tuple[float, ...]:
-        """Which of the limiting scales, 0 and ∞, exist for this unit."""
-        return ()
-
-    def gate_at_limit(self, a: Scalars, alpha: float) -> Scalars:
-        """gate(αa)/α as α → 0+ or α → ∞, for a scale listed in ``limits``."""
-        raise ValueError(f"{self.name} has no limit at scale {alpha:g}")
-
-    def exchanged(self, a: Scalars, b: Scalars) -> Scalars:
-        """g(b, a): query and key change places."""
-        return self(b, a)
-
-    def scaled_gate(self, a: Scalars, alpha: float) -> Scalars:
-        """The factor of a in g(αa, b/α); it takes the 1/α of a linear up, and of the limits α = 0 and ∞."""
-        if alpha == 0 or math.isinf(alpha):
-            return self.gate_at_limit(a, alpha)
-        return self.gate(alpha * a) / alpha if self.up_is_linear else self.gate(alpha * a)
-
-    def scaled_up(self, b: Scalars, alpha: float) -> Scalars:
-        """The factor of b in g(αa, b/α); b itself where up is linear."""
-        return b if self.up_is_linear else self.up(b / alpha)
-
-    def scaled(self, a: Scalars, b: Scalars, alpha: float) -> Scalars:
-        """g(αa, b/α); α = −1 flips both signs, α = 0 and ∞ are the limits."""
-        return self.scaled_gate(a, alpha) * self.scaled_up(b, alpha)
-
-    def placed_outside(self, a: Scalars, b: Scalars) -> Scalars:
-        """g(ab, 1), which is σ(ab) for g = σ(a)·b: the symmetric form with the nonlinearity outside."""
-        return self(a * b, torch.ones_like(b))
-
-    def euler(self, a: Scalars, b: Scalars) -> Scalars:
-        """d/dα g(αa, b/α) at α = 1, that is a ∂g/∂a − b ∂g/∂b; b(aσ′(a) − σ(a)) for g = σ(a)·b.
-
-        Zero everywhere exactly when g is invariant under infinitesimal scaling (Euler's theorem on homogeneous
-        functions). Forward-mode differentiation keeps it right for every g.
-        """
-        return torch.func.jvp(self, (a, b), (a, -b))[1]
-
-
-@dataclass(frozen=True)
-class GatedUnit(Unit):
-    """g(a, b) = σ(a)·b."""
-
-    activation: Activation
-
-    @property
-    def can_be_compiled(self) -> bool:
-        return self.activation.euler is not None
-
-    @property
-    def name(self) -> str:
-        return self.activation.name
-
-    def gate(self, a: Scalars) -> Scalars:
-        return self.activation(a)
-
-    @property
-    def limits(self) -> tuple[float, ...]:
-        slopes = ((0.0, self.activation.slope_at_zero), (math.inf, self.activation.slope_at_infinity))
-        return tuple(alpha for alpha, slope in slopes if slope is not None)
-
-    def gate_at_limit(self, a: Scalars, alpha: float) -> Scalars:
-        slopes = self.activation.slope_at_zero if alpha == 0 else self.activation.slope_at_infinity
-        return super().gate_at_limit(a, alpha) if slopes is None else _one_sided(a, slopes)
-
-    def euler(self, a: Scalars, b: Scalars) -> Scalars:
-        euler = self.activation.euler
-        return super().euler(a, b) if euler is None else euler(a) * b
-
-
-def _one_sided(a: Scalars, slopes: Slopes) -> Scalars:
-    """The line through zero with one slope for a < 0 and another for a > 0."""
-    negative, positive = slopes
-    if negative == positive:
-        return positive * a
-    return positive * torch.nn.functional.leaky_relu(a, negative / positive)
-
-
-@dataclass(frozen=True)
-class GptOssUnit(Unit):
-    """(clamp(b, −7, 7) + 1) · z·logistic(1.702 z) with z = min(a, 7): the unit of gpt-oss.
-
-    Not linear in b, because of the clamps and of the 1, so it is the one unit here that k → βk, v → v/β changes.
-    """
-
-    up_is_linear = False
-    can_be_compiled = True
-
-    @property
-    def name(self) -> str:
-        return "gpt_oss"
-
-    def gate(self, a: Scalars) -> Scalars:
-        clamped = a.clamp(max=7.0)
-        return clamped * torch.sigmoid(1.702 * clamped)
-
-    def up(self, b: Scalars) -> Scalars:
-        return b.clamp(-7.0, 7.0) + 1
-
-    def euler(self, a: Scalars, b: Scalars) -> Scalars:
-        inside, logistic = a.clamp(max=7.0), torch.sigmoid(1.702 * a.clamp(max=7.0))
-        slope = logistic * (1 + 1.702 * inside * torch.sigmoid(-1.702 * inside)) * (a <= 7)
-        return a * slope * self.up(b) - inside * logistic * (b * (b.abs() <= 7))
-
-
-OTHER_UNITS: dict[str, Unit] = {unit.name: unit for unit in (GptOssUnit(),)}
-"""Units that are not σ(a)·b."""
+_LIMITS_AFTER, _LIMITS, _SLOPES = (
+    ("swiglu_limits", "swiglu_limits_shared"),
+    ("swiglu_limit", "limit"),
+    ("swiglu_alpha", "alpha"),
+)
+_CAPS = ("mlp_gate_softcap", "mlp_up_softcap")
+PARAMETERS = (*_LIMITS_AFTER, *_LIMITS, *_SLOPES, *_CAPS, "activation_sparsity", "gate_multiplier")
+"""What ``candidate_units`` understands, by the names that configurations and modules have for it."""
 
 
 def unit_named(name: str) -> Unit:
-    """The unit that ``Unit.name`` named; raises UserError for an unknown activation."""
-    return OTHER_UNITS.get(name) or GatedUnit(activation_named(name))
+    """The unit that ``Unit.name`` named, or any other of that kind; UserError for a name that is none."""
+    kind, parameters = parsed(name)
+    if kind in _OF_TWO_NUMBERS:
+        return _OF_TWO_NUMBERS[kind](*numbers(name, parameters, 2)) if parameters else _OF_TWO_NUMBERS[kind]()
+    if kind in _OF_AN_ACTIVATION and parameters:
+        return _OF_AN_ACTIVATION[kind](activation_named(parameters[0], _FORMS), *numbers(name, parameters[1:], 1))
+    return GatedUnit(activation_named(name, _FORMS))
+
+
+def candidate_units(names: Iterable[str], parameters: Mapping[str, float | None]) -> list[Unit]:
+    """The units to try on a layer, each once, likely ones first: of equally near ones the first is to be taken.
+
+    For every activation named, then for every other known one, the forms that the parameters speak of, and σ(a)·b last. The
+    forms of other kinds come before those of activations that are not named. A name that is no known activation is passed
+    over: what comes after it holds all that are.
+
+    Args:
+        names: activations that the configuration names, the likeliest first; aliases too.
+        parameters: of this layer, best its module's own: a configuration may speak of the experts only, and a clamp that
+            does not act on a probe is not proved by it. Understood are, where neither None nor 0 nor infinite,
+            ``swiglu_limit``, ``limit``: L of clamped(σ,L), then of clamped_after(σ,L), and of gpt_oss;
+            ``swiglu_limits``, ``swiglu_limits_shared``: the same, clamped_after first (Step-3.7; its lists have one entry a
+            layer, give this layer's);
+            ``swiglu_alpha``, ``alpha``: the slope of gpt_oss, which then comes first;
+            ``activation_sparsity``: p of top_k(σ,p);
+            ``mlp_gate_softcap``: c of soft_capped(σ,c), with ``mlp_up_softcap`` the caps of inkling2, which comes first;
+            ``gate_multiplier``: m of multiplied(σ,m).
+            Other keys are passed over: ``PARAMETERS`` lists these.
+    """
+    known = [ALIASES.get(name, name) for name in names]
+    given = {key: float(value) for key in PARAMETERS if (value := parameters.get(key)) and math.isfinite(value)}
+    named = [ACTIVATIONS[name] for name in dict.fromkeys(known) if name in ACTIVATIONS]
+    others = [activation for activation in ACTIVATIONS.values() if activation not in named]
+    found = [*_other_kinds(given, first=True)]
+    for activation in named:
+        found += _forms_of(activation, given)
+    found += _other_kinds(given, first=False)
+    for activation in others:
+        found += _forms_of(activation, given)
+    return list({unit.name: unit for unit in found}.values())
+
+
+def nearest_unit(
+    units: Sequence[Unit],
+    a: Float[Tensor, "*batch d_mlp"],
+    b: Float[Tensor, "*batch d_mlp"],
+    h: Float[Tensor, "*batch d_mlp"],
+) -> tuple[Unit, float]:
+    """The unit with the least ‖g(a, b) − h‖ / ‖h‖, and that number; the first of equal ones.
+
+    All neurons of the layer are needed, in any order but the same. Units that differ only where a clamp acts are told apart
+    only if it acts here. An error that is NaN is larger than any number.
+    """
+    reference = h.double()
+    errors = [float((unit(a, b).double() - reference).norm() / reference.norm()) for unit in units]
+    best = min(range(len(units)), key=lambda place: math.inf if math.isnan(errors[place]) else errors[place])
+    return units[best], errors[best]
+
+
+def _other_kinds(given: Mapping[str, float], first: bool) -> Iterator[Unit]:
+    """The units that are of no activation: before all others, or after the named ones."""
+    caps, slopes = ([given[key] for key in keys if key in given] for keys in (_CAPS, _SLOPES))
+    if first and len(caps) == 2:
+        yield SoftCappedUnit(*caps)
+    for key in (*_LIMITS, *_LIMITS_AFTER):
+        if key in given and first == bool(slopes):
+            yield GptOssUnit(slopes[0] if slopes else 1.702, given[key])
+
+
+def _forms_of(activation: Activation, given: Mapping[str, float]) -> Iterator[Unit]:
+    """What the parameters make of σ, those that there are, then σ(a)·b."""
+    kinds = [(key, kind) for key in _LIMITS_AFTER for kind in ("clamped_after", "clamped")]
+    kinds += [(key, kind) for key in _LIMITS for kind in ("clamped", "clamped_after")]
+    for key, kind in (*kinds, ("activation_sparsity", "top_k")):
+        if key in given:
+            with suppress(UserError):  # a gate that does not grow cannot be clamped
+                yield _OF_AN_ACTIVATION[kind](activation, given[key])
+    if "mlp_gate_softcap" in given:
+        yield GatedUnit(soft_capped(activation, given["mlp_gate_softcap"]))
+    if "gate_multiplier" in given:
+        yield GatedUnit(multiplied(activation, given["gate_multiplier"]))
+    yield GatedUnit(activation)

@@ -79,7 +79,8 @@ def inspect_neuron(
         quiet: no progress bar.
 
     Raises:
-        UserError: there is no such neuron, its layer is no site, the run is not of this model, or something overflowed.
+        UserError: there is no such neuron, its layer is no site or couples its neurons, the run is not of this model, or
+            something overflowed.
     """
     place = parse_neuron(neuron) if isinstance(neuron, str) else neuron
     place = place if isinstance(place, Place) else Place(place[0], None, place[1])
@@ -203,6 +204,11 @@ def _site_of(layer: Site | Mixture, place: Place) -> tuple[Site, int]:
     if not 0 <= place.neuron < len(site.q):
         where = f"layer {number}" if place.expert is None else f"expert {place.expert} of layer {number}"
         raise UserError(f"neuron {place.neuron} is out of range: {where} has neurons 0-{len(site.q) - 1}")
+    if not site.unit.is_pointwise:
+        raise UserError(
+            f"the gates of layer {number} hang together ({site.unit.name}): a neuron has no response to its own (a, b), "
+            "find its numbers in the neurons.parquet of analyze"
+        )
     return site, first
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
-HOT = {"units", "activations", "tile", "tile_sums", "fused"}
+HOT = {"unit", "unit_kinds", "activations", "tile", "tile_sums", "fused"}
 """Called a hundred times for every 64 tokens: checking their shapes made tests of real models a quarter slower."""
 CHECKED = [
     f"analysis.{file.stem}" for file in (Path(__file__).parent.parent / "analysis").glob("*.py") if file.stem not in HOT
