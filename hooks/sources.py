@@ -20,12 +20,16 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from analysis.errors import UserError
 from analysis.hashing import sha256_of
+from hooks.architectures import auto_class_for, model_class_for, read_config
 from hooks.builtin import BUILTINS, SOURCE_FILE, builtin_directory, builtin_named
+from hooks.checkpoint import INDEX, SINGLE, read_checkpoint
 from hooks.gguf import gguf_format, load_gguf
+from hooks.quantized import OF_WEIGHTS, REMEDY, read_quantized
 
 HUB_TIMEOUT_S = 10
 
@@ -67,14 +71,20 @@ def locate(name: str, revision: str | None, trust_remote_code: bool) -> Source:
 
 
 def _directory(path: Path) -> Source:
+    weights_format = _weights_format(path)
+    fingerprint = f"sha256 {sha256_of(*read_checkpoint(path).files)}"
+    return Source(path, path.resolve().name, fingerprint, _stated_format(path) or weights_format)
+
+
+def _weights_format(path: Path) -> str:
+    """How a directory stores its weights; UserError if it lacks some, or holds what is not read."""
+    if (path / "adapter_config.json").is_file():
+        raise UserError(f"{path} holds an adapter (adapter_config.json) and no whole model: merge it into its model first")
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json: give a directory that save_pretrained wrote")
-    weights = sorted(path.glob("*.safetensors"))
-    if not weights:
-        pickled = next((file.name for file in sorted(path.glob("*.bin"))), None)
-        found = f"only pickled weights ({pickled}), which are never loaded" if pickled else "no weights"
-        raise UserError(f"{path} has {found}: save the model as safetensors")
-    return Source(path, path.resolve().name, f"sha256 {sha256_of(*weights)}", _stated_format(path))
+    checkpoint = read_checkpoint(path)
+    quantized = read_quantized(path, checkpoint)
+    return checkpoint.summary if quantized is None else quantized.summary
 
 
 def _stated_format(path: Path) -> str | None:
@@ -88,8 +98,10 @@ def _stated_format(path: Path) -> str | None:
 def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Source:
     """A snapshot of the hub's files on this machine, or the cached one if the hub cannot be reached."""
     patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
+    unread: list[str] = []
     try:
-        commit = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S).sha
+        info = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
+        commit, unread = info.sha, _second_copies([file.rfilename for file in info.siblings or ()])
     except GatedRepoError as error:
         raise UserError(f"{name} is gated: accept its terms on its page and log in with 'hf auth login'") from error
     except RevisionNotFoundError as error:
@@ -103,7 +115,7 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Sourc
             name,
             revision=commit or revision,
             allow_patterns=patterns,
-            ignore_patterns=["*/*"],
+            ignore_patterns=["*/*", *unread],
             local_files_only=commit is None,
         )
     except LocalEntryNotFoundError as error:
@@ -113,8 +125,17 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Sourc
         raise UserError(f"{name!r} is no hub id ({first_line(error)}): write it like org/name") from error
     except (HfHubHTTPError, OSError) as error:
         raise UserError(f"downloading {name} failed ({first_line(error)}): try again") from error
-    source = _directory(Path(path))
-    return Source(source.path, name, f"revision {Path(path).name}")
+    return Source(Path(path), name, f"revision {Path(path).name}", _weights_format(Path(path)))
+
+
+def _second_copies(files: list[str]) -> list[str]:
+    """Safetensors that repeat the model under other names, not worth a download; the shards, if it is there in one file."""
+    if SINGLE not in files and INDEX not in files:
+        return []
+    weights = [file for file in files if file.endswith((".safetensors", INDEX))]
+    if SINGLE in files:
+        return [file for file in weights if file != SINGLE]
+    return [file for file in weights if file.startswith("consolidated")]
 
 
 def load_files(
@@ -123,21 +144,51 @@ def load_files(
     """The model in this precision and its tokenizer; UserError if the files do not make one."""
     if source.path.is_file():
         return load_gguf(source.path)
+    config = read_config(source.path, source.name, trust_remote_code)
+    auto = auto_class_for(config, source.name)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+    quantized = read_quantized(source.path, read_checkpoint(source.path))
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source.path, dtype=precision, use_safetensors=True, output_loading_info=True, **options
-        )
+        if quantized is None:
+            model, info = auto.from_pretrained(
+                source.path, dtype=precision, use_safetensors=True, output_loading_info=True, **options
+            )
+        else:
+            model, info = _from_state(
+                *model_class_for(auto, config, source.path, trust_remote_code), quantized.state(precision), precision
+            )
         tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
+    except UserError:
+        raise
     except Exception as error:  # transformers raises many kinds; each means that these files do not make a model
         remedy = "add --trust-remote-code if you trust it" if "trust_remote_code" in str(error) else "check the files"
         raise UserError(f"cannot load {source.name} ({first_line(error)}): {remedy}") from error
+    _check_complete(model, info, source.name)
+    return model, tokenizer
+
+
+def _from_state(
+    kind: Any, config: PreTrainedConfig, state: dict[str, Tensor], precision: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model that plain weights make; its configuration then says nothing of how they were stored."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return kind.from_pretrained(None, config=config, state_dict=state, dtype=precision, output_loading_info=True)
+
+
+def _check_complete(model: PreTrainedModel, info: dict[str, Any], name: str) -> None:
+    """Every weight of the model came from the checkpoint, as a float, and no scale was left lying there."""
     if info["missing_keys"]:
         raise UserError(
-            f"{source.name} lacks {len(info['missing_keys'])} weights ({min(info['missing_keys'])}): the checkpoint is "
+            f"{name} lacks {len(info['missing_keys'])} weights ({min(info['missing_keys'])}): the checkpoint is "
             "incomplete or of another architecture"
         )
-    return model, tokenizer
+    if scales := sorted(key for key in info["unexpected_keys"] if OF_WEIGHTS.search(key)):
+        raise UserError(f"{name} has scales that its model does not know ({scales[0]}): is it quantized? {REMEDY}")
+    for key, weight in model.named_parameters():
+        if weight.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise UserError(f"{name} was read with {key} as {weight.dtype}, which are no plain numbers: {REMEDY}")
 
 
 def first_line(error: BaseException) -> str:
