@@ -18,9 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from analysis.activations import ACTIVATIONS, ALIASES
 from analysis.gated import GatedMLP
-from analysis.units import OTHER_UNITS, GatedUnit, Unit
+from analysis.units import PARAMETERS, Unit, candidate_units, nearest_unit
 from hooks.network import blocks_of, hidden_of, run_whole
 from hooks.placement import After, gain_after, gain_before, parallel
 from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
@@ -40,7 +39,7 @@ class NotASiteError(Exception):
 def find_sites(model: PreTrainedModel, probe: Int[Tensor, "batch pos"]) -> Found:
     """Every layer that proves itself on the probe, block by block as it is run, and why the others do not."""
     config = model.config.get_text_config()
-    finder = _Finder(candidate_units(config), _constants(config))
+    finder = _Finder(config, _constants(config))
     found: dict[int, Site | Mixture] = {}
     skipped: dict[int, str] = {}
     in_tuples = set()
@@ -72,12 +71,6 @@ def configured_activations(config: Any) -> list[str]:
     return [str(getattr(text, field)) for field in ACTIVATION_FIELDS if getattr(text, field, None) is not None]
 
 
-def candidate_units(config: Any) -> list[Unit]:
-    """Every unit that is known, those that the configuration names first."""
-    names = dict.fromkeys([*(ALIASES.get(name, name) for name in configured_activations(config)), *ACTIVATIONS])
-    return [GatedUnit(ACTIVATIONS[name]) for name in names if name in ACTIVATIONS] + list(OTHER_UNITS.values())
-
-
 def _constants(config: Any) -> dict[str, float]:
     """The numbers of a configuration that may be multipliers."""
     numbers = {name: value for name, value in config.to_dict().items() if isinstance(value, float)}
@@ -91,14 +84,24 @@ class _Finder:
     """Looks for the gated units of one block after the other; how the experts of one are meant is tried first in the next.
 
     Attributes:
-        units: what g may be, the likeliest first.
+        config: of the model, which may name the activation and its parameters.
         constants: numbers of the configuration that may be multipliers.
         layout: turned, gate and up of the last stacks that proved themselves, and their unit.
     """
 
-    units: Sequence[Unit]
+    config: Any
     constants: dict[str, float]
     layout: tuple[bool, slice, slice, Unit] | None = None
+
+    def units(self, layer: int, module: nn.Module) -> list[Unit]:
+        """What g of a module may be, the likeliest first: its own parameters count more than the configuration's."""
+        parameters: dict[str, float | None] = {}
+        for key in PARAMETERS:
+            values = (getattr(one, key, None) for one in (module, self.config))
+            value = next((value for value in values if value is not None), None)
+            value = value[layer] if isinstance(value, list | tuple) and layer < len(value) else value
+            parameters[key] = value if isinstance(value, float | int) else None
+        return candidate_units(configured_activations(self.config), parameters)
 
     def in_block(self, layer: int, seen: Seen) -> Site | Mixture:
         """The dense site or the mixture of a block; NotASiteError with the reason if it is neither."""
@@ -135,7 +138,7 @@ class _Finder:
 
     def _proved(self, layer: int, claim: Claim, seen: Seen) -> tuple[Site, After]:
         x, a, b, h, y = _read(claim, seen)
-        unit, identity_error = identify(self.units, a, b, h)
+        unit, identity_error = identify(self.units(layer, seen.module(claim.where)), a, b, h)
         q, k, v = claim.gate.weight, claim.up.weight, claim.down.weight.detach().T
         form = GatedMLP(unit, q, k, v, claim.gate.bias, claim.up.bias, Tap(claim.down).bias)
         output_error = _proved_output(form, x, y)
@@ -149,7 +152,7 @@ class _Finder:
         failures = []
         for stacks in self._in_order(every):
             try:
-                unit, error = self._proved_stacks(stacks, seen)
+                unit, error = self._proved_stacks(layer, stacks, seen)
             except _FailedError as failure:
                 failures.append(failure)
                 continue
@@ -191,7 +194,7 @@ class _Finder:
     def _in_order(self, every: Iterable[Stacks]) -> list[Stacks]:
         return sorted(every, key=lambda one: self.layout is None or (one.turned, one.gate, one.up) != self.layout[:3])
 
-    def _proved_stacks(self, stacks: Stacks, seen: Seen) -> tuple[Unit, float]:
+    def _proved_stacks(self, layer: int, stacks: Stacks, seen: Seen) -> tuple[Unit, float]:
         if stacks.module not in seen.calls:
             raise _FailedError("its experts did not run on the probe")
         args, kwargs, output = seen.calls[stacks.module]
@@ -201,19 +204,20 @@ class _Finder:
                 f"its experts ({type(stacks.module).__name__}) are not given tokens, their experts and weights"
             )
         y = hidden_of(output).flatten(0, -2)
-        known = [] if self.layout is None else [self.layout[3]]
+        units = self.units(layer, stacks.module)
+        known = [] if self.layout is None or self.layout[3] not in units else [self.layout[3]]
         if known and (error := _experts_error(stacks, known[0], routing, y)) <= OUTPUT_SLACK * TOLERANCE[y.dtype]:
             return known[0], error
-        errors = [_experts_error(stacks, unit, routing, y) for unit in self.units]
+        errors = [_experts_error(stacks, unit, routing, y) for unit in units]
         best = min(range(len(errors)), key=errors.__getitem__)
         limit = OUTPUT_SLACK * TOLERANCE[y.dtype]
         if not errors[best] <= limit:
             raise _FailedError(
-                f"what its experts give is not Σ r·g(a, b) v for any known g (nearest {self.units[best].name}, off by "
+                f"what its experts give is not Σ r·g(a, b) v for any known g (nearest {units[best].name}, off by "
                 f"{errors[best]:.1e}, limit {limit:.0e})",
                 errors[best],
             )
-        return self.units[best], errors[best]
+        return units[best], errors[best]
 
 
 class _FailedError(Exception):
@@ -226,13 +230,12 @@ class _FailedError(Exception):
 
 def identify(units: Sequence[Unit], a: Tensor, b: Tensor, h: Tensor) -> tuple[Unit, float]:
     """The unit that gives h from a and b with the least error; of equal ones the first. Fails beyond the tolerance."""
-    errors = [relative_error(unit(a, b), h) for unit in units]
-    best = min(range(len(units)), key=lambda i: errors[i] if errors[i] == errors[i] else float("inf"))
+    unit, error = nearest_unit(units, a, b, h)
     limit = TOLERANCE[h.dtype]
-    if not errors[best] <= limit:
-        reason = f"nearest {units[best].name}, off by {errors[best]:.1e}, limit {limit:.0e}; first tried {units[0].name}"
-        raise _FailedError(f"h is not g(a, b) for any known g ({reason})", errors[best])
-    return units[best], errors[best]
+    if not error <= limit:
+        reason = f"nearest {unit.name}, off by {error:.1e}, limit {limit:.0e}; first tried {units[0].name}"
+        raise _FailedError(f"h is not g(a, b) for any known g ({reason})", error)
+    return unit, error
 
 
 def _read(claim: Claim, seen: Seen) -> tuple[Tensor, ...]:

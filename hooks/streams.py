@@ -138,23 +138,24 @@ class MixtureStream(LayerStream):
         )
 
     def take(self, heard: dict[str, Any], batch: Batch) -> None:
-        self._accumulator.add_experts(self._parts(heard, batch), batch)
+        self._accumulator.add_experts(parts_of(self._mixture, heard, batch), batch)
 
-    def _parts(self, heard: dict[str, Any], batch: Batch) -> Iterator[Part]:
-        """One expert after the other: which it is, a and b of its tokens, their places and their weights."""
-        routing: Routing = heard["routing"]
-        is_fed = torch.zeros(batch.places.shape[1], dtype=torch.bool, device=routing.x.device)
-        is_fed[batch.fed] = True
-        for number, (row, weight) in enumerate(routing.by_expert(self._mixture.stacks.n_experts)):
-            fed = is_fed[routing.place[row]]
-            row, weight, site = row[fed], weight[fed], self._mixture.sites[number]
-            x = routing.x[row]
-            a, b = linear(x, site.q, site.q_bias), linear(x, site.k, site.k_bias)
-            yield number, a, b, routing.place[row], weight
-        if self._mixture.shared is not None:
-            a, b = (heard[symbol].flatten(0, -2)[batch.fed] for symbol in "ab")
-            weight = heard["weight"].flatten()[batch.fed] if "weight" in heard else torch.ones_like(a[:, 0])
-            yield len(self._mixture.routed), a, b, batch.fed, weight
+
+def parts_of(mixture: Mixture, heard: dict[str, Any], batch: Batch) -> Iterator[Part]:
+    """One expert after the other: which it is, a and b of its tokens, their places in the batch, and their weights."""
+    routing: Routing = heard["routing"]
+    is_fed = torch.zeros(batch.places.shape[1], dtype=torch.bool, device=routing.x.device)
+    is_fed[batch.fed] = True
+    for number, (row, weight) in enumerate(routing.by_expert(mixture.stacks.n_experts)):
+        fed = is_fed[routing.place[row]]
+        row, weight, site = row[fed], weight[fed], mixture.sites[number]
+        x = routing.x[row]
+        a, b = linear(x, site.q, site.q_bias), linear(x, site.k, site.k_bias)
+        yield number, a, b, routing.place[row], weight
+    if mixture.shared is not None:
+        a, b = (heard[symbol].flatten(0, -2)[batch.fed] for symbol in "ab")
+        weight = heard["weight"].flatten()[batch.fed] if "weight" in heard else torch.ones_like(a[:, 0])
+        yield len(mixture.routed), a, b, batch.fed, weight
 
 
 def gain_in_words(site: Site) -> str:

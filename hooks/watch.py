@@ -24,6 +24,10 @@ class Seen:
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     fired: Counter[nn.Module] = field(default_factory=Counter)
 
+    def module(self, where: str) -> nn.Module:
+        """A module by its name in the block."""
+        return self.block.get_submodule(where)
+
     def given(self, module: nn.Module) -> Float[Tensor, "place d_in"]:
         """The first tensor that a module was given, positions flattened."""
         args, kwargs, _ = self.calls[module]
