@@ -17,6 +17,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from analysis import measures
+from analysis.experts import same_experts
 from analysis.jackknife import bilinear_share_replicates, gate_positive_replicates, jackknife, pooled_replicates, t95
 from analysis.measures import LAYER_MEASURES
 from analysis.run import Layer, Run
@@ -68,12 +69,14 @@ def same_windows(first: Run, second: Run) -> bool:
 
 
 def same_shape(first: Run, second: Run) -> bool:
-    """Whether layers correspond: as many of them, as wide a model, and the same unit and width in each."""
+    """Whether layers correspond: as many of them, as wide a model, and the same unit, width and experts in each."""
     if any(first.model[key] != second.model[key] for key in ("n_layers", "d_model")):
         return False
     common = [(first.layers[index], second.layers[index]) for index in first.layers if index in second.layers]
     return bool(common) and all(
-        one.unit.name == other.unit.name and one.geometry.norm_v.shape == other.geometry.norm_v.shape
+        one.unit.name == other.unit.name
+        and one.geometry.norm_v.shape == other.geometry.norm_v.shape
+        and same_experts(one.experts, other.experts)
         for one, other in common
     )
 
@@ -84,7 +87,7 @@ def value_of(name: str, layer: Layer) -> float:
     if name == "bilinear_share":
         return measures.layer_bilinear_share(sums, weight)
     if name == "gate_positive":
-        return float(measures.gate_positive(sums).mean())
+        return measures.layer_gate_positive(sums)
     return float(LAYER_MEASURES[name](sums.pool(weight)))
 
 

@@ -40,6 +40,7 @@ def compiled_sums(
     a: Float[Tensor, "chunk token d_mlp"],
     b: Float[Tensor, "chunk token d_mlp"],
     live: Bool[Tensor, "chunk token"],
+    root_weight: Float[Tensor, "chunk token"],
 ) -> TileSums:
     """As ``tile_sums``, of two chunks or more.
 
@@ -51,12 +52,12 @@ def compiled_sums(
         raise NotCompiledError
     try:
         function = _function()
-        for x in (a, b, live):
+        for x in (a, b, live, root_weight):
             torch._dynamo.mark_dynamic(x, 0)
         # Scales are constants: as symbols, which they would become where a second unit has others, they do not compile.
         with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # a compiler's advice is nothing to who reads a model
-            return function(unit, plan, weights, a, b, live)
+            return function(unit, plan, weights, a, b, live, root_weight)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # whatever a compiler of some version may raise on some device

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from analysis.errors import UserError
 
 RUN_FILE = "run.json"
-SCHEMA = 1
+SCHEMA = 2
 PROGRESS = ".causal-progress"
 """What an exact sweep has finished so far, in the directory that the run will be written to."""
 _STAGING = ".writing-"

@@ -19,10 +19,11 @@ TOP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Peaks:
-    """For each neuron, the token on which |h| was largest, among all tokens fed, the uncounted first ones included.
+    """For each neuron, the token on which |r·h| was largest, among all tokens fed, the uncounted first ones included.
 
     Attributes:
-        values: h, a and b there, [3, d_mlp]; NaN for a neuron that has seen nothing.
+        values: r·h, a and b there, [3, d_mlp], r the routing weight in a mixture of experts, else 1; NaN for a neuron
+            that has seen nothing.
         places: window, position, token id, and 1 if the token was counted, [4, d_mlp].
     """
 
@@ -45,9 +46,10 @@ class Peaks:
         b: Float[Tensor, "token d_mlp"],
         unit: Unit,
         places: Int64[Tensor, "4 token"],
+        root_weight: Float[Tensor, " token"] | None = None,
     ) -> "Peaks":
-        """The peaks of tokens in reading order, on their device."""
-        h = unit(a, b)
+        """The peaks of tokens in reading order, on their device; the routing weights are 1 if None."""
+        h = unit(a, b) if root_weight is None else unit(a, b) * root_weight[:, None].to(a.dtype)
         at = h.abs().argmax(dim=0)
         return cls(torch.stack([x.gather(0, at[None])[0] for x in (h, a, b)]).double(), places[:, at])
 
@@ -65,7 +67,8 @@ class TopTokens:
 
     Attributes:
         energy: their energies.
-        places: window, position, token id, and the neuron that holds most of the energy, [4, token].
+        places: window, position, token id, and the neuron that holds most of the energy, [4, token]; neuron −1 for a
+            token that no expert took.
         neuron_share: what share of the token's energy that neuron holds.
     """
 
@@ -99,12 +102,59 @@ class TopTokens:
         most, neuron = by_neuron.max(dim=1)
         return cls(energy.double(), torch.cat([batch.places[:3, place], neuron[None]]), most / by_neuron.sum(dim=1))
 
+    @classmethod
+    def among(cls, token_energy: Float64[Tensor, " token"], heaviest: "Heaviest", batch: Batch) -> "TopTokens":
+        """The same where the activations are gone."""
+        energy, index = token_energy.topk(min(TOP_TOKENS, len(token_energy)))
+        places = torch.cat([batch.places[:3, batch.counted[index]], heaviest.neuron[index][None]])
+        return cls(energy, places, heaviest.energy[index] / energy)
+
     def __add__(self, other: "TopTokens") -> "TopTokens":
         """The largest of both; of equal ones the earlier."""
         energy, places = torch.cat([self.energy, other.energy]), torch.cat([self.places, other.places], dim=1)
         share = torch.cat([self.neuron_share, other.neuron_share])
         kept = largest_first(energy, places[:2])[:TOP_TOKENS]
         return TopTokens(energy[kept], places[:, kept], share[kept])
+
+
+@dataclass(frozen=True)
+class Heaviest:
+    """Of every counted token of a batch, the neuron that holds most of its energy, as experts go by one after the other.
+
+    Attributes:
+        energy: what that neuron holds; −1 before any was seen.
+        neuron: which; −1 before.
+    """
+
+    energy: Float64[Tensor, " token"]
+    neuron: Int64[Tensor, " token"]
+
+    @classmethod
+    def empty(cls, n_tokens: int, device: torch.device | str = "cpu") -> "Heaviest":
+        nothing = torch.full((n_tokens,), -1, device=device)
+        return cls(nothing.double(), nothing)
+
+    def see(
+        self,
+        h: Float[Tensor, "part_token d_mlp"],
+        value_weight: Float64[Tensor, " d_mlp"],
+        tokens: Int64[Tensor, " part_token"],
+        first_neuron: int,
+    ) -> None:
+        """Take in what the neurons of one expert write on some of the tokens, in place; of equal ones the earlier stays.
+
+        Args:
+            h: r·h.
+            value_weight: w.
+            tokens: which tokens these are.
+            first_neuron: of the expert.
+        """
+        if not len(tokens):
+            return
+        most, neuron = (h.square() * value_weight.to(h.dtype)).max(dim=1)
+        known, larger = self.energy[tokens], most.double() > self.energy[tokens]
+        self.energy[tokens] = torch.where(larger, most.double(), known)
+        self.neuron[tokens] = torch.where(larger, neuron + first_neuron, self.neuron[tokens])
 
 
 def reading_order(places: Int64[Tensor, "2 place"]) -> Int64[Tensor, " place"]:

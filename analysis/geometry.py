@@ -7,8 +7,8 @@ The score ‖q‖‖k‖‖v‖ is unchanged by every rescaling that leaves the 
 cosines up to sign. Aligned q and k (cosine near 1) make exchange nearly free: the neuron sees a ≈ c·b.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
 
 import torch
 from jaxtyping import Float, Float64, Int64
@@ -47,6 +47,12 @@ class Geometry:
         ]
         norm_q, norm_k, norm_v, qk, qv, kv = torch.cat(some, dim=1).cpu()
         return cls(qk / (norm_q * norm_k), qv / (norm_q * norm_v), kv / (norm_k * norm_v), norm_q, norm_k, norm_v)
+
+    @classmethod
+    def cat(cls, experts: Iterable["Geometry"]) -> "Geometry":
+        """The neurons of several experts as those of one layer."""
+        tables = [expert.tensors() for expert in experts]
+        return cls(*(torch.cat([table[field.name] for table in tables]) for field in fields(cls)))
 
     @property
     def score(self) -> Float64[Tensor, " d_mlp"]:

@@ -18,7 +18,7 @@ By the Gram identity both numbers are sums over pairs of neurons, and T is never
 k → βk, v → v/β. Fold the gain of the norm before the MLP into q and k first. The measure is ours.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,24 @@ BLOCK = 512
 
 
 def antisymmetric_share(q: Vectors, k: Vectors, v: Vectors, block: int = BLOCK) -> float:
-    """Share of ‖T‖² that is antisymmetric in q ↔ k; NaN where T = 0. Memory: a few times block·d_mlp numbers.
+    """Share of ‖T‖² that is antisymmetric in q ↔ k; NaN where T = 0. Memory: a few times block·d_mlp numbers."""
+    return pooled_antisymmetric_share([(q, k, v)], block)
+
+
+def pooled_antisymmetric_share(experts: Iterable[tuple[Vectors, Vectors, Vectors]], block: int = BLOCK) -> float:
+    """Σ over experts of the antisymmetric energy of T_e, over Σ ‖T_e‖²; each expert, (q, k, v), has a tensor of its own.
+
+    Of the weights alone: how often an expert is taken does not count.
+    """
+    total = torch.zeros(2, dtype=torch.float64)
+    for q, k, v in experts:
+        total += torch.stack(_energies(q, k, v, block)).cpu()
+    whole, swapped = total
+    return float((whole - swapped) / (2 * whole))
+
+
+def _energies(q: Vectors, k: Vectors, v: Vectors, block: int) -> tuple[Float64[Tensor, ""], Float64[Tensor, ""]]:
+    """‖T‖² and ⟨T,Tˢ⟩.
 
     Products are taken in the precision of the weights (at least float32), because their cost is d_mlp²·d_model; sums are
     taken in float64.
@@ -42,7 +59,7 @@ def antisymmetric_share(q: Vectors, k: Vectors, v: Vectors, block: int = BLOCK) 
         values = v[rows] @ v[rest].T
         whole += _both_triangles(values * (q[rows] @ q[rest].T) * (k[rows] @ k[rest].T))
         swapped += _both_triangles(values * (q[rows] @ k[rest].T) * (k[rows] @ q[rest].T))
-    return float((whole - swapped) / (2 * whole))
+    return whole, swapped
 
 
 def _upper_blocks(size: int, block: int) -> Iterator[tuple[slice, slice]]:

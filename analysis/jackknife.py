@@ -15,7 +15,7 @@ Layers have ``N_BLOCKS`` blocks; single neurons have ``N_GROUPS`` groups of them
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float32, Float64
 from scipy import stats
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from analysis.sums import Sums
 
 FEW_BLOCKS = 8
 """With fewer blocks an error is itself very uncertain."""
+NOTHING_LEFT = 1e-5
+"""Of a neuron's Σ r², what is taken for none without a group of blocks: sums of groups are kept in single precision."""
 
 
 def filled_blocks(moments: Moments) -> int:
@@ -57,20 +59,22 @@ def pooled_replicates(measure: Measure, moments: Moments) -> Float64[Tensor, "*r
     return measure(Sums(moments.layout, blocks.sum(dim=1, keepdim=True) - blocks))
 
 
-def neuron_replicates(function: Callable[[Sums, float], Tensor], moments: Moments) -> Float64[Tensor, "*shape group"]:
-    """A function of the neurons' sums and the number of tokens, without each group of blocks that holds tokens.
+def neuron_replicates(function: Callable[[Sums], Tensor], moments: Moments) -> Float64[Tensor, "*shape group"]:
+    """A function of the neurons' sums without each group of blocks that holds tokens.
 
-    The sums are those of ``layout.by_neuron_and_group``.
+    The sums are those of ``layout.by_neuron_and_group``; 0 for a neuron that saw all its tokens in the group left out.
     """
-    layout = moments.layout.by_neuron_and_group
-    total = moments.layout.narrow(moments.neuron.values)
     tokens = moments.blocks.reshape(N_GROUPS, N_BLOCKS // N_GROUPS).sum(dim=1)
-    replicates = [
-        function(Sums(layout, total - group.double()), moments.n_tokens - float(n))
-        for group, n in zip(moments.neuron_groups, tokens, strict=True)
-        if n > 0
-    ]
-    return torch.stack(replicates, dim=-1)
+    total = moments.layout.narrow(moments.neuron.values)
+    groups = (group for group, n in zip(moments.neuron_groups, tokens, strict=True) if n > 0)
+    return torch.stack([function(_without(group, total, moments)) for group in groups], dim=-1)
+
+
+def _without(group: Float32[Tensor, "kept d_mlp"], total: Float64[Tensor, "kept d_mlp"], moments: Moments) -> Sums:
+    """What is left of the sums; rounding of the single precision of groups is not taken for tokens."""
+    rest = Sums(moments.layout.by_neuron_and_group, total - group.double())
+    some = rest["weight"] > NOTHING_LEFT * moments.neuron["weight"]
+    return Sums(rest.layout, rest.values * some)
 
 
 def neuron_error(measure: Measure, moments: Moments) -> Float64[Tensor, " d_mlp"]:
@@ -80,19 +84,19 @@ def neuron_error(measure: Measure, moments: Moments) -> Float64[Tensor, " d_mlp"
 
 def measure_replicates(measure: Measure, moments: Moments) -> Float64[Tensor, "d_mlp group"]:
     """A measure of every neuron without each group of blocks."""
-    return neuron_replicates(lambda sums, _: measure(sums), moments)
+    return neuron_replicates(measure, moments)
 
 
 def group_pooled_replicates(
     measure: Measure, weight: Float64[Tensor, " d_mlp"], moments: Moments
 ) -> Float64[Tensor, " group"]:
     """A pooled measure without each group of blocks, to be compared with neurons or with what has no finer replicates."""
-    return neuron_replicates(lambda sums, _: measure(sums.pool(weight))[0], moments)
+    return neuron_replicates(lambda sums: measure(sums.pool(weight))[0], moments)
 
 
 def bilinear_share_replicates(weight: Float64[Tensor, " d_mlp"], moments: Moments) -> Float64[Tensor, " group"]:
     """A layer's bilinear share, which needs the neurons one by one, without each group of blocks."""
-    return neuron_replicates(lambda sums, _: torch.tensor(layer_bilinear_share(sums, weight), dtype=torch.float64), moments)
+    return neuron_replicates(lambda sums: torch.tensor(layer_bilinear_share(sums, weight), dtype=torch.float64), moments)
 
 
 def quantile_error(token_measure: str, q: float, moments: Moments) -> float:

@@ -167,8 +167,19 @@ def quadrant_energy(sums: Sums) -> Float64[Tensor, "quadrant column"]:
 
 
 def gate_positive(sums: Sums) -> Values:
-    """Share of tokens with a > 0. It is no energy: a layer's share is the plain mean over its neurons."""
+    """Share of tokens with a > 0. It is no energy: see ``layer_gate_positive``."""
     return quadrant_tokens(sums)[:2].sum(dim=0)
+
+
+def tokens_seen(sums: Sums) -> Values:
+    """Counted tokens that each neuron saw: all of them in a dense layer, those routed to it in a mixture of experts."""
+    return torch.stack([sums[f"count_{quadrant}"] for quadrant in QUADRANTS]).sum(dim=0)
+
+
+def layer_gate_positive(neurons: Sums) -> float:
+    """Share of (token, neuron) pairs with a > 0; where all neurons saw all tokens, the plain mean over neurons."""
+    counts = torch.stack([neurons[f"count_{quadrant}"].sum() for quadrant in QUADRANTS])
+    return float(counts[:2].sum() / counts.sum())
 
 
 LAYER_MEASURES: dict[str, Measure] = {

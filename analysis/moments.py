@@ -7,16 +7,18 @@ combine by ``+``, in any order, and a new measure costs no forward pass.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 from torch import Tensor
 
-from analysis.extremes import Peaks, TopTokens
+from analysis.extremes import Heaviest, Peaks, TopTokens
 from analysis.sums import Layout, Sums
-from analysis.totals import N_BLOCKS, N_GROUPS, Reducer, Totals
+from analysis.totals import N_BLOCKS, N_GROUPS, Reducer, TokenSums, Totals
 from analysis.window import Batch, Window
 
 RATIO_BINS = 4096
@@ -38,6 +40,7 @@ class Moments:
         pooled: the same sums pooled with the value weights w_j, by jackknife block, [moment, block].
         neuron_groups: the sums of ``layout.by_neuron_and_group`` by group of blocks, for the errors of single neurons.
         signs: tokens × neurons in each quadrant of (a, b), by jackknife block.
+        blocks: tokens counted, by jackknife block.
         token_ratios: for each of ``layout.token_measures``, the histogram over tokens of that token's own asymmetry,
             pooled over neurons, [measure, RATIO_BINS].
         token_ratio_blocks: the same by jackknife block in coarser bins.
@@ -53,6 +56,7 @@ class Moments:
     pooled: Sums
     neuron_groups: Float32[Tensor, "group kept d_mlp"]
     signs: Float64[Tensor, "4 block"]
+    blocks: Int64[Tensor, " block"]
     token_ratios: Int64[Tensor, "measure bin"]
     token_ratio_blocks: Int64[Tensor, "measure block coarse_bin"]
     by_energy: Float64[Tensor, "part energy_bin"]
@@ -72,6 +76,7 @@ class Moments:
             Sums(layout, zeros(layout.size, N_BLOCKS)),
             zeros(N_GROUPS, layout.by_neuron_and_group.size, d_mlp, dtype=torch.float32),
             zeros(4, N_BLOCKS),
+            zeros(N_BLOCKS, dtype=torch.int64),
             zeros(n_measures, RATIO_BINS, dtype=torch.int64),
             zeros(n_measures, N_BLOCKS, BLOCK_RATIO_BINS, dtype=torch.int64),
             zeros(2 + 2 * n_measures, ENERGY_BINS),
@@ -151,9 +156,8 @@ class Moments:
         return self.neuron.layout
 
     @property
-    def blocks(self) -> Float64[Tensor, " block"]:
-        """Counted tokens of every jackknife block."""
-        return self.signs.sum(dim=0) / self.neuron.values.shape[1]
+    def d_mlp(self) -> int:
+        return self.neuron.values.shape[1]
 
     @property
     def top_energy(self) -> float:
@@ -196,42 +200,82 @@ class Moments:
         return (1 - left_out / counts.clamp(min=1)).flip(0)
 
 
+Part = tuple[int, Tensor, Tensor, Tensor, Tensor]
+"""What one expert sees of a batch: its number among the reducers, a and b [routed, d_expert], the places of its tokens and
+their routing weights [routed]. Checking shapes here would take all experts to see equally many tokens."""
+
+
 class Accumulator:
     """The moments of one layer as they grow, on the device of the activations; nothing waits for that device."""
 
-    def __init__(self, d_mlp: int, reduce: Reducer) -> None:
-        self._reduce = reduce
-        layout, device = reduce.layout, reduce.value_weight.device
+    def __init__(self, d_mlp: int, reduce: Reducer | Sequence[Reducer]) -> None:
+        """
+        Args:
+            d_mlp: neurons of the layer.
+            reduce: what reduces them; in a mixture of experts one reducer each, in the order of their neurons.
+        """
+        self._reducers = (reduce,) if isinstance(reduce, Reducer) else tuple(reduce)
+        edges = [0, *accumulate(len(reducer.value_weight) for reducer in self._reducers)]
+        if edges[-1] != d_mlp:
+            raise ValueError(f"the reducers take {edges[-1]} neurons, the layer has {d_mlp}")
+        self._neurons = [slice(*ends) for ends in pairwise(edges)]
+        layout, device = self._reducers[0].layout, self._reducers[0].value_weight.device
         self._totals = Totals.empty(d_mlp, layout, device)
         self._by_token = Moments.empty(1, layout).to(device)
         self._top_tokens = TopTokens.empty(device)
         self._n_tokens, self._n_sequences = 0, 0
 
     def add(self, a: Float[Tensor, "row pos d_mlp"], b: Float[Tensor, "row pos d_mlp"], batch: Batch) -> None:
-        """Take in a batch.
+        """Take in a batch of a dense layer.
 
         Args:
             a: gate pre-activations at all its positions, padding included.
             b: up pre-activations.
             batch: its windows.
         """
-        reduce, total = self._reduce, self._by_token
+        (reduce,) = self._reducers
         a, b = a.flatten(0, 1), b.flatten(0, 1)
         tokens = reduce.add(a, b, batch, self._totals)
-        self._top_tokens += TopTokens.of(tokens.energy, a, b, reduce.unit, reduce.value_weight, batch)
+        self._take(tokens, TopTokens.of(tokens.energy, a, b, reduce.unit, reduce.value_weight, batch), batch)
+
+    def add_experts(self, parts: Iterable[Part], batch: Batch) -> None:
+        """Take in a batch of a mixture of experts; an expert that took no token of it may be left out.
+
+        Args:
+            parts: what the experts see, one after the other: only one expert's activations are held at a time. Row i of a
+                and b is ``places[i]`` of the batch, and places are those that ``Batch.routed`` takes.
+            batch: its windows.
+        """
+        layout, device = self._by_token.layout, self._totals.table.device
+        tokens = TokenSums.empty(len(layout.token_measures), len(batch.counted), device)
+        heaviest = Heaviest.empty(len(batch.counted), device)
+        for expert, a, b, places, weight in parts:
+            reduce, neurons, routed = self._reducers[expert], self._neurons[expert], batch.routed(places, weight)
+            assert routed.ranks is not None
+            assert routed.root_weight is not None
+            tokens.add_at(routed.ranks, reduce.add(a, b, routed, self._totals.of(neurons)))
+            a, b, weight = (x[routed.counted].to(reduce.dtype) for x in (a, b, routed.root_weight))
+            heaviest.see(reduce.unit(a, b) * weight[:, None], reduce.value_weight, routed.ranks, neurons.start)
+        self._take(tokens, TopTokens.among(tokens.energy, heaviest, batch), batch)
+
+    def _take(self, tokens: TokenSums, top_tokens: TopTokens, batch: Batch) -> None:
+        """Take in what the tokens of a batch give."""
+        total = self._by_token
+        self._top_tokens += top_tokens
         root = (tokens.gap / tokens.scale).sqrt()
         _count(total.token_ratios, root)
         _count(total.token_ratio_blocks, root, batch.blocks)
         parts = torch.stack([tokens.gap, tokens.scale], dim=1).flatten(0, 1)
         parts = torch.cat([torch.ones_like(tokens.energy)[None], tokens.energy[None], parts])
         total.by_energy.index_add_(1, _energy_bin(tokens.energy), parts)
+        total.blocks.index_add_(0, batch.blocks, torch.ones_like(batch.blocks))
         self._n_tokens += len(batch.counted)
         self._n_sequences += len(batch.windows)
 
     @property
     def kind(self) -> str:
         """How the sums are computed: see ``Reducer``."""
-        return self._reduce.kind
+        return ", ".join(sorted({reduce.kind for reduce in self._reducers}))
 
     @property
     def is_finite(self) -> Bool[Tensor, ""]:
@@ -240,14 +284,14 @@ class Accumulator:
 
     def moments(self) -> Moments:
         """What was seen until now."""
-        totals, layout = self._totals, self._reduce.layout
+        totals, layout = self._totals, self._by_token.layout
         return replace(
             self._by_token.to("cpu", copy=True),
             neuron=Sums(layout, totals.table.T.contiguous().cpu()),
             pooled=Sums(layout, totals.pooled.T.contiguous().cpu()),
-            neuron_groups=totals.groups.transpose(1, 2).contiguous().cpu(),
+            neuron_groups=totals.groups.permute(1, 2, 0).contiguous().cpu(),
             signs=totals.signs.T.contiguous().cpu(),
-            peaks=totals.peaks.to("cpu"),
+            peaks=Peaks(totals.peaks.values.to("cpu", copy=True), totals.peaks.places.to("cpu", copy=True)),
             top_tokens=self._top_tokens.to("cpu"),
             n_tokens=self._n_tokens,
             n_sequences=self._n_sequences,

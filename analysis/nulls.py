@@ -39,8 +39,9 @@ Neurons = Float64[Tensor, " d_mlp"]
 
 @dataclass(frozen=True)
 class Law:
-    """Means, standard deviations (population) and correlation of a and b of each neuron.
+    """Means, standard deviations (population) and correlation of a and b of each neuron; all NaN where it saw no token.
 
+    In a mixture of experts a token counts with the square of its routing weight, as in the energies.
     A standard deviation of b may be negative: b = mean_b + std_b·y, with y of correlation corr_ab to a's x.
     """
 
@@ -51,11 +52,12 @@ class Law:
     corr_ab: Neurons
 
     @classmethod
-    def of(cls, sums: Sums, n_tokens: int | float) -> "Law":
+    def of(cls, sums: Sums) -> "Law":
         """From first and second moments; the correlation is NaN where a or b is constant."""
-        mean_a, mean_b = sums["a"] / n_tokens, sums["b"] / n_tokens
-        variance_a, variance_b = _variance(sums["aa"] / n_tokens, mean_a), _variance(sums["bb"] / n_tokens, mean_b)
-        covariance = sums["ab"] / n_tokens - mean_a * mean_b
+        weight = sums["weight"]
+        mean_a, mean_b = sums["a"] / weight, sums["b"] / weight
+        variance_a, variance_b = _variance(sums["aa"] / weight, mean_a), _variance(sums["bb"] / weight, mean_b)
+        covariance = sums["ab"] / weight - mean_a * mean_b
         scale = (variance_a * variance_b).sqrt()
         correlation = torch.where(scale > 0, covariance / scale, torch.nan).clamp(-1, 1)
         return cls(mean_a, mean_b, variance_a.sqrt(), variance_b.sqrt(), correlation)
@@ -67,6 +69,10 @@ class Parts:
 
     gap: Neurons
     scale: Neurons
+
+    def summed(self, weight: Neurons) -> "Parts":
+        """Both as sums over tokens, given Σ r² of each neuron; 0 for one that saw none. So they pool as energies do."""
+        return Parts(*(torch.where(weight > 0, weight * part, 0.0) for part in (self.gap, self.scale)))
 
     @property
     def by_neuron(self) -> Neurons:

@@ -7,9 +7,13 @@ all neurons tell that part from the others, because each neuron and each partner
 noise of few tokens counts as interaction too, so the estimate errs to the safe side.
 """
 
+import math
+
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
+
+from analysis.experts import Experts, expert_slices
 
 FEWEST_DRAWS = 3
 """With fewer pairings nothing is left once the parts of neurons and partners are taken out."""
@@ -33,3 +37,13 @@ def pairing_variance(parts: Float64[Tensor, "draw d_mlp"], partners: Int64[Tenso
         rest = rest - by_partner[partners]
     freedom = (n_draws - 2) * d_mlp + 1
     return float(d_mlp * rest.square().sum() / freedom)
+
+
+def experts_pairing_variance(
+    parts: Float64[Tensor, "draw d_mlp"], partners: Int64[Tensor, "draw d_mlp"], experts: Experts | None
+) -> float:
+    """The same where partners are of the own expert only: every expert has a permutation of its own."""
+    if experts is None:
+        return pairing_variance(parts, partners)
+    neurons = expert_slices(experts).values()
+    return math.fsum(pairing_variance(parts[:, mine], partners[:, mine] - mine.start) for mine in neurons)

@@ -25,15 +25,19 @@ from torch import Tensor
 from analysis.directory import RUN_FILE, SCHEMA, staged
 from analysis.errors import UserError
 from analysis.estimates import Estimates
+from analysis.experts import Experts, expert_name, expert_slices, same_experts
 from analysis.geometry import Geometry
 from analysis.hashing import sha256_of
 from analysis.jackknife import filled_blocks
+from analysis.measures import tokens_seen
 from analysis.moments import Moments
 from analysis.pairing import FEWEST_DRAWS
 from analysis.sums import MAIN_SCALES, Layout
 from analysis.units import Unit, unit_named
 
 MOMENTS_FILE = "moments.safetensors"
+MOST_LISTED = 8
+"""Experts of a layer that a sentence names one by one."""
 Record = dict[str, Any]
 
 
@@ -52,7 +56,8 @@ class Layer:
         geometry: their weights, with the norm gain folded as ``gain`` says.
         gain: in words, which norm's gain was folded into q and k.
         interaction_antisymmetry: share of the interaction tensor's energy that is antisymmetric in q ↔ k, gain folded.
-        partners: for each random pairing, the neuron whose b met each neuron's a.
+        partners: for each random pairing, the neuron whose b met each neuron's a, of the same expert where there are some.
+        experts: the expert of each neuron in a mixture of experts, as in ``analysis.experts``; None in a dense layer.
     """
 
     unit: Unit
@@ -61,11 +66,12 @@ class Layer:
     gain: str
     interaction_antisymmetry: float
     partners: Int64[Tensor, "draw d_mlp"]
+    experts: Experts | None = None
 
     @cached_property
     def estimates(self) -> Estimates:
         """Its numbers; kept, because nulls and errors are dear."""
-        return Estimates(self.unit, self.moments, self.geometry, self.partners)
+        return Estimates(self.unit, self.moments, self.geometry, self.partners, self.experts)
 
 
 @dataclass(frozen=True)
@@ -198,6 +204,8 @@ def _add(first: Run, second: Run) -> Run:
         if mine != other:
             raise UserError(f"runs differ in {what} ({mine} and {other}): they do not merge")
     for index, layer in first.layers.items():
+        if not same_experts(layer.experts, second.layers[index].experts):
+            raise UserError(f"layer {index} is parted into other experts in the second run: they do not merge")
         for name, values in layer.geometry.tensors().items():
             if not torch.allclose(values, second.layers[index].geometry.tensors()[name], rtol=1e-9, atol=1e-12):
                 raise UserError(f"layer {index} has other weights in the second run ({name} differs): they do not merge")
@@ -253,10 +261,21 @@ def _reasons(run: Run) -> Iterator[tuple[str, str]]:
             "*_null_gaussian",
             f"{', '.join(coupled)}: a neuron's gate hangs on its whole layer, not on its own (a, b) alone",
         )
-    dead = {i: int((layer.moments.neuron["hh"] == 0).sum()) for i, layer in run.layers.items()}
+    idle = {i: layer.estimates.idle_experts for i, layer in run.layers.items()}
+    if any(idle.values()):
+        named = "; ".join(f"{_listed(experts)} in layer {i}" for i, experts in idle.items() if experts)
+        yield "experts without tokens", f"no counted token was routed to them, their neurons have no numbers: {named}"
+    sums = {i: layer.moments.neuron for i, layer in run.layers.items()}
+    dead = {i: int(((of["hh"] == 0) & (tokens_seen(of) > 0)).sum()) for i, of in sums.items()}
     if any(dead.values()):
         silent = ", ".join(f"{count} in layer {index}" for index, count in dead.items() if count)
         yield "neurons without energy", f"h was 0 on every counted token, ratios are undefined: {silent}"
+
+
+def _listed(experts: Sequence[int]) -> str:
+    """The first few, and how many more there are."""
+    more = f" and {len(experts) - MOST_LISTED} more" if len(experts) > MOST_LISTED else ""
+    return ", ".join(map(expert_name, experts[:MOST_LISTED])) + more
 
 
 def _check_document(document: Record) -> None:
@@ -274,7 +293,7 @@ def _check_document(document: Record) -> None:
 
 
 def _describe(layer: Layer) -> Record:
-    return {"unit": layer.unit.name, "norm_gain": layer.gain, "d_mlp": layer.moments.neuron.values.shape[1]}
+    return {"unit": layer.unit.name, "norm_gain": layer.gain, "d_mlp": layer.moments.d_mlp}
 
 
 def _tensors(layers: dict[int, Layer]) -> Iterator[tuple[str, Tensor]]:
@@ -284,6 +303,8 @@ def _tensors(layers: dict[int, Layer]) -> Iterator[tuple[str, Tensor]]:
         antisymmetry = torch.tensor(layer.interaction_antisymmetry, dtype=torch.float64)
         yield f"{index}.interaction_antisymmetry", antisymmetry
         yield f"{index}.partners", layer.partners
+        if layer.experts is not None:
+            yield f"{index}.experts", layer.experts
         for name, values in layer.geometry.tensors().items():
             yield f"{index}.geometry.{name}", values
 
@@ -295,4 +316,7 @@ def _read_layer(tensors: dict[str, Tensor], index: int, described: Record, setti
     geometry = {key.partition(".")[2]: value for key, value in mine.items() if key.startswith("geometry.")}
     moments = Moments.from_tensors(layout, mine)
     antisymmetry = mine["interaction_antisymmetry"].item()
-    return Layer(unit, moments, Geometry(**geometry), described["norm_gain"], antisymmetry, mine["partners"])
+    gain, experts = described["norm_gain"], mine.get("experts")
+    if experts is not None and (not expert_slices(experts) or len(experts) != moments.d_mlp):
+        raise ValueError(f"experts are given for {len(experts)} of {moments.d_mlp} neurons")
+    return Layer(unit, moments, Geometry(**geometry), gain, antisymmetry, mine["partners"], experts)

@@ -1,7 +1,10 @@
 """The table of sums of a layer: which sums there are, and in which row each stands.
 
-For h = g(a, b) and a changed version h′ of it, a name alone is Σ h′² and its ``_gap`` is Σ (h − h′)², over counted tokens:
+For h = g(a, b) and a changed version h′ of it, a name alone is Σ h′² and its ``_gap`` is Σ (h − h′)², over counted tokens.
+In a mixture of experts a token counts for the neurons of an expert if it was routed to it, and with the square of its
+routing weight r: what the neuron writes is r·h. Every Σ here is then Σ r²; only the ``count`` rows count each token as one:
 
+    weight                Σ 1
     a b aa bb ab          first and second moments of the pre-activations
     hh                    Σ h²
     exchange              h′ = g(b, a)
@@ -44,6 +47,7 @@ MAIN_SCALES = {"scaling_half": 0.5, "scaling_double": 2.0, "scaling_flip": -1.0}
 QUADRANTS = ("pp", "pn", "np", "nn")
 
 _ONE_ROW = (
+    "weight",
     *("a", "b", "aa", "bb", "ab", "hh", "exchange", "exchange_gap", "placement", "placement_gap"),
     *("balanced_hh", "balanced_exchange", "balanced_exchange_gap", "balanced_placement", "balanced_placement_gap"),
     *("euler", "h_ab", "abab"),
@@ -91,7 +95,7 @@ class Layout:
         Re-pairings are added up, and of the scales only the main ones are followed.
         """
         names = (
-            *("a", "b", "aa", "bb", "ab", "hh", "exchange", "exchange_gap", "h_ab", "abab", "mixed_hh"),
+            *("weight", "a", "b", "aa", "bb", "ab", "hh", "exchange", "exchange_gap", "h_ab", "abab", "mixed_hh"),
             *("balanced_hh", "balanced_exchange", "balanced_exchange_gap", *_ROW_PER_ALPHA, *_ROW_PER_DRAW),
         )
         return Layout(self.main_alphas, 1, names)

@@ -86,20 +86,24 @@ class TileReducer(Reducer):
         self, a: Float[Tensor, "place d_mlp"], b: Float[Tensor, "place d_mlp"], batch: Batch, totals: Totals
     ) -> TokenSums:
         """As ``Reducer.add``."""
-        fed = batch.fed
-        totals.peaks += Peaks.of(a[fed].to(self.dtype), b[fed].to(self.dtype), self.unit, batch.places[:, fed])
+        fed, root = batch.fed, batch.root_weight
+        if len(fed):
+            seen, weight = (a[fed].to(self.dtype), b[fed].to(self.dtype)), None if root is None else root[fed]
+            totals.raise_peaks(Peaks.of(*seen, self.unit, batch.places[:, fed], weight))
         tokens = []
         for block, tiles in groupby(batch.tiles(self.tile, TILE, padded=self._compiled), lambda tile: tile.block):
             run = []
             for tile in tiles:
-                sums = self._sums(a[tile.places], b[tile.places], tile.live)
+                sums = self._sums(a[tile.places], b[tile.places], tile.live, tile.root_weight)
                 run.append(sums.neuron)
                 tokens.append([part[..., : tile.n_tokens].double() for part in sums[1:]])
             neuron = torch.stack(run).sum(dim=0)
             totals.table += neuron.T
             totals.pooled[block] += neuron @ self.value_weight
-            totals.groups[block * N_GROUPS // N_BLOCKS] += self.layout.narrow(neuron, self._kept).T.float()
+            totals.groups[:, block * N_GROUPS // N_BLOCKS] += self.layout.narrow(neuron, self._kept).T.float()
             totals.signs[block] += torch.stack([neuron[count].sum() for count in self._counts])
+        if not tokens:
+            return TokenSums.empty(len(self.layout.token_measures), 0, a.device)
         return TokenSums(*(torch.cat(parts, dim=-1) for parts in zip(*tokens, strict=True)))
 
     def _sums(
@@ -107,18 +111,21 @@ class TileReducer(Reducer):
         a: Float[Tensor, "chunk token d_mlp"],
         b: Float[Tensor, "chunk token d_mlp"],
         live: Bool[Tensor, "chunk token"] | None,
+        root_weight: Float[Tensor, "chunk token"] | None,
     ) -> TileSums:
         """Compiled sums where they compile and the first were right; the one wait of a layer is for that proof."""
         layer = self.unit, self._plan, self._weights
         if not self._compiled or live is None:
-            return tile_sums(*layer, a, b, live)
+            return tile_sums(*layer, a, b, live, root_weight)
         try:
-            sums = compiled_sums(*layer, a, b, live)
+            # Always with weights, so that one compilation serves dense layers and experts.
+            one = live.to(self.dtype) if root_weight is None else root_weight.to(self.dtype)
+            sums = compiled_sums(*layer, a, b, live, one)
         except NotCompiledError:
             self._compiled = False
-            return tile_sums(*layer, a, b, live)
+            return tile_sums(*layer, a, b, live, root_weight)
         if not self._proved:
-            eager = tile_sums(*layer, a, b, live)
+            eager = tile_sums(*layer, a, b, live, root_weight)
             if not bool(agree(sums, eager, self.layout, live.flatten())):
                 self._compiled, sums = False, eager
             self._proved = True

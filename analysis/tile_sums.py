@@ -18,7 +18,7 @@ from torch import Tensor
 from analysis.sums import QUADRANTS, Layout
 from analysis.units import Unit
 
-PRE_ACTIVATIONS = ("a", "b", "aa", "bb", "ab")
+PRE_ACTIVATIONS = ("weight", "a", "b", "aa", "bb", "ab")
 """The sums that are float64 from the first: nothing is rounded in them."""
 
 
@@ -87,6 +87,7 @@ def tile_sums(
     a: Float[Tensor, "chunk token d_mlp"],
     b: Float[Tensor, "chunk token d_mlp"],
     live: Bool[Tensor, "chunk token"] | None,
+    root_weight: Float[Tensor, "chunk token"] | None = None,
 ) -> TileSums:
     """Every sum of a tile.
 
@@ -97,17 +98,19 @@ def tile_sums(
         a: gate pre-activations of the tile's chunks.
         b: up pre-activations.
         live: which tokens are not padding; None where all are. Padding is left out of the neurons' sums only.
+        root_weight: the routing weights r; None where all are 1. A token counts with r², in the tokens' sums as well.
     """
     a, b = a.to(weights.value.dtype), b.to(weights.value.dtype)
     gate, up, gate_of_b, up_of_a = unit.gate(a), unit.up(b), unit.gate(b), unit.up(a)
     h, ab = gate * up, a * b
+    there, square, exact_square = _token_weights(a, live, root_weight)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     gaps: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
 
-    def add(name: str, values: Tensor) -> None:
+    def add(name: str, values: Tensor, weight: Tensor | None = square) -> None:
         """Add up every chunk, and the chunks at the end, all sums at once."""
-        parts[name].append((values if live is None else values * live[..., None]).sum(dim=1))
+        parts[name].append((values if weight is None else values * weight).sum(dim=1))
 
     def over_neurons(values: Tensor, weight: Tensor) -> Tensor:
         return (values * weight).sum(dim=2)
@@ -120,15 +123,16 @@ def tile_sums(
         gaps[measure] = over_neurons(gap, weight)
         scales[measure] = 2 * (energy_of + over_neurons(energy, weight))
 
+    parts["weight"].append(_counted(a, exact_square))
     for name, values in _pre_activations(a, b):
-        add(name, values)
+        add(name, values, exact_square)
     hh = h.square()
     token_energy = over_neurons(hh, weights.value)
     add("hh", hh)
     add("h_ab", h * ab)
     add("abab", ab.square())
     for quadrant, inside in zip(QUADRANTS, _quadrants(a > 0, b > 0), strict=True):
-        add(f"count_{quadrant}", inside.to(a.dtype))
+        add(f"count_{quadrant}", inside.to(a.dtype), there)
         add(f"energy_{quadrant}", hh * inside)
 
     plain = (h, token_energy, weights.value)
@@ -190,7 +194,25 @@ def tile_sums(
             rows[name] = rows[name] / weights.balance.double().square()
     neuron = torch.cat([rows[name] for name in plan.names if name in rows])
     token_gap, token_scale = (torch.stack([of[name].flatten() for name in plan.token_measures]) for of in (gaps, scales))
-    return TileSums(neuron, token_gap, token_scale, token_energy.flatten())
+    token_energy = token_energy.flatten()
+    if square is None or root_weight is None:
+        return TileSums(neuron, token_gap, token_scale, token_energy)
+    of_token = square.flatten()
+    return TileSums(neuron, of_token * token_gap, of_token * token_scale, of_token * token_energy)
+
+
+def _token_weights(
+    a: Float[Tensor, "chunk token d_mlp"],
+    live: Bool[Tensor, "chunk token"] | None,
+    root: Float[Tensor, "chunk token"] | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What a token counts in counts, in energies, and in sums that are float64 from the first; None where all are 1."""
+    there = None if live is None else live[..., None]
+    if root is None:
+        return there, there, there
+    square = root.double().square()[..., None]
+    square = square if there is None else square * there
+    return there, square.to(a.dtype), square
 
 
 def _totals(parts: dict[str, list[Tensor]], names: Sequence[str]) -> dict[str, Float64[Tensor, "row d_mlp"]]:
@@ -204,6 +226,14 @@ def _powers(
 ) -> tuple[Float[Tensor, "chunk token 1"], Float[Tensor, "chunk token 1"]]:
     """Σ over neurons of the squared factor, and of its product with the unscaled one."""
     return others.square().sum(dim=2, keepdim=True), (others * ups).sum(dim=2, keepdim=True)
+
+
+def _counted(a: Float[Tensor, "chunk token d_mlp"], square: Tensor | None) -> Float64[Tensor, "chunk d_mlp"]:
+    """Σ r² of every chunk."""
+    chunks, tokens, d_mlp = a.shape
+    if square is None:
+        return torch.full((chunks, d_mlp), float(tokens), dtype=torch.float64, device=a.device)
+    return square.sum(dim=1, dtype=torch.float64).expand(-1, d_mlp)
 
 
 def _pre_activations(a: Tensor, b: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float32, Float64
+from jaxtyping import Float, Float32, Float64, Int64
 from torch import Tensor
 
 from analysis.extremes import Peaks
@@ -30,13 +30,13 @@ class Totals:
         pooled: the same pooled with the value weights, by jackknife block.
         groups: the sums of ``layout.by_neuron_and_group`` of each neuron by group of blocks.
         signs: tokens × neurons in each quadrant, by jackknife block.
-        peaks: each neuron's largest |h|.
+        peaks: each neuron's largest |r·h|.
         peak_size: the same as a reducer itself computes it, by which equal ones are known as equal; −1 for none.
     """
 
     table: Float64[Tensor, "d_mlp moment"]
     pooled: Float64[Tensor, "block moment"]
-    groups: Float32[Tensor, "group d_mlp kept"]
+    groups: Float32[Tensor, "d_mlp group kept"]
     signs: Float64[Tensor, "block 4"]
     peaks: Peaks
     peak_size: Float32[Tensor, " d_mlp"]
@@ -49,11 +49,23 @@ class Totals:
         return cls(
             zeros(d_mlp, layout.size),
             zeros(N_BLOCKS, layout.size),
-            zeros(N_GROUPS, d_mlp, layout.by_neuron_and_group.size, dtype=torch.float32),
+            zeros(d_mlp, N_GROUPS, layout.by_neuron_and_group.size, dtype=torch.float32),
             zeros(N_BLOCKS, 4),
             Peaks.empty(d_mlp, device),
             zeros(d_mlp, dtype=torch.float32) - 1,
         )
+
+    def of(self, neurons: slice) -> "Totals":
+        """Those of some neurons; what is added to them is added here."""
+        peaks = Peaks(self.peaks.values[:, neurons], self.peaks.places[:, neurons])
+        groups, peak_size = self.groups[neurons], self.peak_size[neurons]
+        return Totals(self.table[neurons], self.pooled, groups, self.signs, peaks, peak_size)
+
+    def raise_peaks(self, peaks: Peaks) -> None:
+        """Take in peaks of its neurons."""
+        total = self.peaks + peaks
+        self.peaks.values.copy_(total.values)
+        self.peaks.places.copy_(total.places)
 
 
 @dataclass(frozen=True)
@@ -63,12 +75,24 @@ class TokenSums:
     Attributes:
         gap, scale: for each of the layout's token measures and every token, the two sums over neurons whose ratio is the
             token's number.
-        energy: Σ_j w_j h_j² of every token.
+        energy: Σ_j w_j h_j² of every token, the squared routing weight included, as in the others.
     """
 
     gap: Float64[Tensor, "measure token"]
     scale: Float64[Tensor, "measure token"]
     energy: Float64[Tensor, " token"]
+
+    @classmethod
+    def empty(cls, n_measures: int, n_tokens: int, device: torch.device | str = "cpu") -> "TokenSums":
+        """Tokens of which nothing has been seen yet."""
+        gap, scale = torch.zeros(2, n_measures, n_tokens, dtype=torch.float64, device=device)
+        return cls(gap, scale, torch.zeros(n_tokens, dtype=torch.float64, device=device))
+
+    def add_at(self, tokens: Int64[Tensor, " part_token"], part: "TokenSums") -> None:
+        """Add what some neurons give on some of the tokens, in place."""
+        self.gap.index_add_(1, tokens, part.gap)
+        self.scale.index_add_(1, tokens, part.scale)
+        self.energy.index_add_(0, tokens, part.energy)
 
 
 class Reducer(ABC):
@@ -78,12 +102,14 @@ class Reducer(ABC):
         unit: g.
         layout: which sums there are.
         value_weight: w, on the device of the activations.
+        dtype: precision of the products.
         kind: how it computes: "fused", "compiled" or "eager".
     """
 
     unit: Unit
     layout: Layout
     value_weight: Float64[Tensor, " d_mlp"]
+    dtype: torch.dtype
     kind: str
 
     @abstractmethod
@@ -95,7 +121,7 @@ class Reducer(ABC):
         Args:
             a: gate pre-activations at all places of the batch, padding included.
             b: up pre-activations.
-            batch: which places are counted, and in which jackknife block.
+            batch: which places are counted, in which jackknife block, and with which routing weight.
             totals: what is added to.
 
         Returns:

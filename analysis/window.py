@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 
@@ -29,12 +30,14 @@ class Tile(NamedTuple):
     Attributes:
         places: their places.
         live: which of them are there and not padding, which repeats the last one; None where there is no padding.
+        root_weight: their routing weights; None where all are 1.
         n_tokens: how many are there.
         block: their jackknife block.
     """
 
     places: Int64[Tensor, "chunk token"]
     live: Bool[Tensor, "chunk token"] | None
+    root_weight: Float[Tensor, "chunk token"] | None
     n_tokens: int
     block: int
 
@@ -42,6 +45,8 @@ class Tile(NamedTuple):
 @dataclass(frozen=True)
 class Batch:
     """Windows that are read together, padded on the right to one length: row i, position p is place i·length + p.
+
+    What an expert sees of a batch is a batch too, ``routed`` to it, with places of its own.
 
     Attributes:
         windows: the windows, one a row.
@@ -51,6 +56,8 @@ class Batch:
         places: window, position, token id, and 1 if the token is counted, of every place; −1 in the padding.
         runs: stretches of counted tokens that belong to one jackknife block: first, last + 1, block.
         blocks: the jackknife block of every counted token.
+        root_weight: the routing weight r of every place, by whose square energies are weighted; None where all are 1.
+        ranks: of every counted token, its number among those of the batch that it was routed from; None in a whole batch.
     """
 
     windows: tuple[Window, ...]
@@ -60,6 +67,8 @@ class Batch:
     places: Int64[Tensor, "4 place"]
     runs: tuple[tuple[int, int, int], ...]
     blocks: Int64[Tensor, " token"]
+    root_weight: Float[Tensor, " place"] | None = None
+    ranks: Int64[Tensor, " token"] | None = None
     _tiles: dict[tuple[int, int, bool], list[Tile]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -111,14 +120,63 @@ class Batch:
     def _padded(self, chunk: int, first: int, last: int, block: int) -> list[Tile]:
         shape = max(2, -(-(last - first) // chunk)), chunk
         token = torch.arange(first, first + shape[0] * chunk, device=self.counted.device).view(shape)
-        return [Tile(self.counted[token.clamp(max=last - 1)], token < last, last - first, block)]
+        places = self.counted[token.clamp(max=last - 1)]
+        return [Tile(places, token < last, self._root_weight(places), last - first, block)]
 
     def _exact(self, chunk: int, first: int, last: int, block: int) -> list[Tile]:
         middle = last - (last - first) % chunk
         parts = (self.counted[first:middle].view(-1, chunk), self.counted[None, middle:last])
-        return [Tile(part, None, part.numel(), block) for part in parts if part.numel()]
+        return [Tile(part, None, self._root_weight(part), part.numel(), block) for part in parts if part.numel()]
+
+    def _root_weight(self, places: Int64[Tensor, "chunk token"]) -> Float[Tensor, "chunk token"] | None:
+        return None if self.root_weight is None else self.root_weight[places]
+
+    def routed(self, places: Int64[Tensor, " routed"], weight: Float[Tensor, " routed"]) -> "Batch":
+        """What one expert sees: its place i is ``places[i]`` of this batch.
+
+        A GPU is waited for once, if the places are on it.
+
+        Args:
+            places: of the tokens routed to it, ascending, none of them padding.
+            weight: their routing weights.
+
+        Raises:
+            ValueError: the places are not such.
+        """
+        device, there = self.fed.device, places.cpu()
+        kinds, ranks, blocks = self._on_cpu
+        if bool((there.diff() <= 0).any()) or (len(there) and not 0 <= int(there.min()) <= int(there.max()) < len(kinds)):
+            raise ValueError(f"places routed to an expert must ascend within 0-{len(kinds) - 1}")
+        kind = kinds[there]
+        if bool((kind < 0).any()):
+            raise ValueError("padding was routed to an expert: leave out the places that are not in Batch.fed")
+        counted, uncounted = ((kind == k).nonzero()[:, 0] for k in (1, 0))
+        ranks = ranks[there[counted]]
+        of_token = blocks[ranks]
+        numbers, lengths = of_token.unique_consecutive(return_counts=True)
+        stops = lengths.cumsum(0)
+        return Batch(
+            windows=self.windows,
+            counted=counted.to(device),
+            uncounted=uncounted.to(device),
+            fed=torch.arange(len(there), device=device),
+            places=self.places[:, places.to(device)],
+            runs=tuple(zip((stops - lengths).tolist(), stops.tolist(), numbers.tolist(), strict=True)),
+            blocks=of_token.to(device),
+            root_weight=weight.to(device),
+            ranks=ranks.to(device),
+        )
+
+    @cached_property
+    def _on_cpu(self) -> tuple[Int64[Tensor, " place"], Int64[Tensor, " place"], Int64[Tensor, " token"]]:
+        """Of every place, 1 if it is counted, 0 if it is fed only, −1 in padding; its rank if counted; ``blocks``.
+
+        A GPU is waited for, once for all experts of all layers.
+        """
+        kind = self.places[3].cpu()
+        return kind, (kind == 1).long().cumsum(0) - 1, self.blocks.cpu()
 
     @property
     def n_tokens(self) -> int:
         """Tokens that are fed."""
-        return sum(len(window.tokens) for window in self.windows)
+        return len(self.fed)

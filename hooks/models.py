@@ -303,15 +303,19 @@ def _lacks_head(model: PreTrainedModel) -> bool:
 
 
 def _with_eager_attention(model: PreTrainedModel) -> None:
+    """With attention and experts as they are written, not as they are fastest."""
     with suppress(ValueError):  # a family without a choice has the eager one
         model.set_attn_implementation("eager")
+    with suppress(ValueError):
+        model.set_experts_implementation("eager")
 
 
 def _with_fast_attention(plain: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference: Tensor, limit: float) -> float:
     """Error of the plain model's logits with its own attention; with eager attention if that is beyond the limit."""
-    error = relative_error(outputs_of(plain, probe), reference)
-    if error <= limit:
-        return error
+    with suppress(RuntimeError):  # not every kernel takes every dtype
+        error = relative_error(outputs_of(plain, probe), reference)
+        if error <= limit:
+            return error
     _with_eager_attention(plain)  # not every kernel knows of soft caps and sinks
     return relative_error(outputs_of(plain, probe), reference)
 

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from analysis.gated import GatedMLP
 from analysis.units import PARAMETERS, Unit, candidate_units, nearest_unit
@@ -309,13 +310,18 @@ def _described(block: nn.Module) -> str:
     """What a block without any claim has instead."""
     claimed = {claim.where for claim in claims_of(block)}
     for where, parent in block.named_modules():
-        linear = [child for child in parent.children() if isinstance(child, nn.Linear) and where not in claimed]
-        pairs = [(up, down) for up in linear for down in linear if up is not down]
-        wider = ((up, down) for up, down in pairs if up.in_features == down.out_features < up.out_features)
-        if any(up.out_features == down.in_features for up, down in wider):
+        maps = [size for child in parent.children() if where not in claimed and (size := _map_of(child))]
+        if any(d_model < d_mlp and (d_mlp, d_model) in maps for d_model, d_mlp in maps):
             return STATIC
     matrices = [
         type(module).__name__ for module in block.modules() if any(p.ndim > 1 for p in module.parameters(recurse=False))
     ]
     kinds = ", ".join(dict.fromkeys(matrices)) or "nothing"
     return f"it has no two projections d_model → d_mlp with a third one back (matrices in: {kinds})"
+
+
+def _map_of(module: nn.Module) -> tuple[int, int] | None:
+    """From how many numbers to how many a module maps linearly, if it does."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return (module.nx, module.nf) if isinstance(module, Conv1D) else None

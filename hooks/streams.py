@@ -16,14 +16,8 @@ from torch.nn.functional import linear
 
 from analysis.fused import reducer_of
 from analysis.geometry import Geometry, Pairing, derangements
-from analysis.interactions import antisymmetric_share
-from analysis.moments import Accumulator
-
-try:  # SHIM
-    from analysis.interactions import antisymmetric_share_of
-    from analysis.moments import Part
-except ImportError:
-    Part = tuple
+from analysis.interactions import antisymmetric_share, pooled_antisymmetric_share
+from analysis.moments import Accumulator, Part
 from analysis.run import Layer
 from analysis.sums import Layout
 from analysis.totals import Reducer
@@ -132,7 +126,7 @@ class MixtureStream(LayerStream):
             moments=self._accumulator.moments(),
             geometry=Geometry.cat([prepared.geometry for prepared in self._prepared]),
             gain="; ".join(dict.fromkeys(gain_in_words(site) for site in sites)),
-            interaction_antisymmetry=antisymmetric_share_of(vectors),
+            interaction_antisymmetry=pooled_antisymmetric_share(vectors),
             partners=torch.cat(partners, dim=1),
             experts=torch.tensor([int(site.expert or 0) for site in sites]).repeat_interleave(width),
         )

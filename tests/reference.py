@@ -318,6 +318,77 @@ def top_tokens(h: Sequence[Grid], w: Vector, count: int) -> list[tuple[int, int,
     return sorted(tokens, key=lambda token: (-token[2], token[0], token[1]))[:count]
 
 
+class Expert(NamedTuple):
+    """One expert of a layer on the tokens routed to it: a[t][j], b[t][j] and the routing weight r[t]; its neurons'
+    value weights w, lengths |k|, balance beta, partners and their balance by [draw][neuron]."""
+
+    a: Grid
+    b: Grid
+    r: Vector
+    w: Vector
+    length: Vector
+    beta: Vector
+    partners: Sequence[Sequence[int]]
+    pair_beta: Grid
+
+
+Scaled = Callable[[float, float, float], float]  # g(alpha a, b / alpha), its limits at alpha = 0 and inf included
+
+
+def expert_sums(
+    g: Unit, scaled: Scaled, euler: Unit, e: Expert, j: int, tokens: Sequence[int], alphas: Vector, main: Vector
+) -> dict[str, list[float]]:
+    """Every sum of neuron j over these tokens, a token counting with r^2; one entry a row, as many as the name has."""
+    sums: dict[str, list[float]] = {}
+
+    def add(name: str, values: Vector) -> None:
+        before = sums.get(name, [0.0] * len(values))
+        sums[name] = [x + y for x, y in zip(before, values)]
+
+    for t in tokens:
+        x, y, rr = float(e.a[t][j]), float(e.b[t][j]), float(e.r[t]) ** 2
+        h, beta = g(x, y), float(e.beta[j])
+        add("weight", [rr])
+        for name, value in (("a", x), ("b", y), ("aa", x * x), ("bb", y * y), ("ab", x * y)):
+            add(name, [rr * value])
+        add("hh", [rr * h * h])
+        add("h_ab", [rr * h * x * y])
+        add("abab", [rr * (x * y) ** 2])
+        add("euler", [rr * euler(x, y) ** 2])
+        balanced = g(x, beta * y) / beta
+        add("balanced_hh", [rr * balanced**2])
+        for name, own, other in (
+            ("exchange", h, g(y, x)),
+            ("placement", h, g(x * y, 1.0)),
+            ("balanced_exchange", balanced, g(beta * y, x) / beta),
+            ("balanced_placement", balanced, g(beta * x * y, 1.0) / beta),
+        ):
+            add(name, [rr * other**2])
+            add(f"{name}_gap", [rr * (own - other) ** 2])
+        at = [scaled(alpha, x, y) for alpha in alphas]
+        add("scaling", [rr * z * z for z in at])
+        add("scaling_gap", [rr * (h - z) ** 2 for z in at])
+        sign = ("p" if x > 0 else "n") + ("p" if y > 0 else "n")
+        for q in QUADRANTS:
+            add(f"count_{q}", [1.0 if q == sign else 0.0])
+            add(f"energy_{q}", [rr * h * h if q == sign else 0.0])
+        others = [float(e.b[t][p]) * e.length[j] / e.length[p] for p in range(len(e.w)) if p != j]
+        add("mixed_hh", [rr * math.fsum(g(x, z) ** 2 for z in others)])
+        add("mixed_scaling", [rr * math.fsum(scaled(alpha, x, z) ** 2 for z in others) for alpha in alphas])
+        add("mixed_product", [rr * math.fsum(g(x, z) * scaled(alpha, x, z) for z in others) for alpha in alphas])
+        paired = [(float(e.b[t][row[j]]), float(factors[j])) for row, factors in zip(e.partners, e.pair_beta)]
+        for name, pairs in (
+            ("repaired", [(g(x, z), g(z, x)) for z, _ in paired]),
+            ("repaired_balanced", [(g(x, f * z) / beta, g(f * z, x) / beta) for z, f in paired]),
+        ):
+            add(f"{name}_hh", [rr * own**2 for own, _ in pairs])
+            add(f"{name}_exchange", [rr * other**2 for _, other in pairs])
+            add(f"{name}_exchange_gap", [rr * (own - other) ** 2 for own, other in pairs])
+        add("repaired_scaling", [rr * scaled(alpha, x, z) ** 2 for z, _ in paired for alpha in main])
+        add("repaired_product", [rr * g(x, z) * scaled(alpha, x, z) for z, _ in paired for alpha in main])
+    return sums
+
+
 def geometry(q: Vector, k: Vector, v: Vector, gain: Vector) -> dict[str, float]:
     """One neuron: q and k are multiplied by the gain first; score = |q||k||v|."""
     q = [float(x) * float(s) for x, s in zip(q, gain)]

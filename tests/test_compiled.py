@@ -120,13 +120,13 @@ def changed(part: str, place: tuple[int, int] | int, factor: float) -> Change:
 
 
 WRONG: dict[str, Change] = {
-    "one neuron's energy": changed("neuron", (5, 3), 1.001),
-    "one neuron's count": changed("neuron", (18, 11), 1.0001),
-    "a gap": changed("neuron", (7, 0), 0.9),
+    "one neuron's energy": changed("neuron", (6, 3), 1.001),
+    "one neuron's count": changed("neuron", (19, 11), 1.0001),
+    "a gap": changed("neuron", (8, 0), 0.9),
     "a token's energy": changed("token_energy", 40, 1.0001),
     "a token's gap": changed("token_gap", (2, 7), 1.01),
     "a token's scale": changed("token_scale", (1, 200), 0.999),
-    "not a number": changed("neuron", (11, 4), torch.nan),
+    "not a number": changed("neuron", (12, 4), torch.nan),
 }
 
 

@@ -69,9 +69,9 @@ def truth(correlation: float) -> float:
 def moments_of(values: Tensor) -> Moments:
     """A layer with these pooled sums, [row, block], and tokens in every one of these blocks."""
     empty, blocks = Moments.empty(1, LAYOUT), values.shape[1]
-    pooled, signs = empty.pooled.values.clone(), empty.signs.clone()
-    pooled[:, :blocks], signs[0, :blocks] = values, 1
-    return replace(empty, pooled=Sums(LAYOUT, pooled), signs=signs)
+    pooled, tokens = empty.pooled.values.clone(), empty.blocks.clone()
+    pooled[:, :blocks], tokens[:blocks] = values, 1
+    return replace(empty, pooled=Sums(LAYOUT, pooled), blocks=tokens)
 
 
 def errors_of(measure: Measure, values: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ def assert_agree(fused: Moments, exact: Moments) -> None:
     groups, expected_groups = fused.neuron_groups.double(), exact.neuron_groups.double()
     torch.testing.assert_close(groups, expected_groups, rtol=1e-5, atol=1e-5 * float(expected_groups.abs().max()))
     assert torch.equal(fused.signs, exact.signs)
+    assert torch.equal(fused.blocks, exact.blocks)
+    assert torch.equal(fused.neuron["weight"], exact.neuron["weight"])
     assert torch.equal(fused.peaks.places, exact.peaks.places)
     torch.testing.assert_close(fused.peaks.values, exact.peaks.values, rtol=1e-6, atol=1e-30)
     assert torch.equal(fused.top_tokens.places, exact.top_tokens.places)

@@ -30,11 +30,11 @@ LAYOUT = Layout(())
 def table(**rows: Tensor) -> Moments:
     """A layer of one neuron with the pooled rows given, zero elsewhere, and a token in every block given."""
     empty, blocks = Moments.empty(1, LAYOUT), len(next(iter(rows.values())))
-    values, signs = empty.pooled.values.clone(), empty.signs.clone()
-    signs[0, :blocks] = 1
+    values, tokens = empty.pooled.values.clone(), empty.blocks.clone()
+    tokens[:blocks] = 1
     for name, row in rows.items():
         values[LAYOUT.rows[name], :blocks] = row
-    return replace(empty, pooled=Sums(LAYOUT, values), signs=signs)
+    return replace(empty, pooled=Sums(LAYOUT, values), blocks=tokens)
 
 
 def mean_of_a(sums: Sums) -> Tensor:

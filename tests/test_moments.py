@@ -65,6 +65,7 @@ def assert_agree(x: Moments, y: Moments, family: Family) -> None:
         assert int((a.cumsum(-1) - b.cumsum(-1)).abs().max()) <= family.moved
     torch.testing.assert_close(x.by_energy.sum(1), y.by_energy.sum(1), rtol=10 * family.relative, atol=1e-9)
     assert torch.equal(x.signs, y.signs)
+    assert torch.equal(x.blocks, y.blocks)
     torch.testing.assert_close(x.peaks.values, y.peaks.values, rtol=family.relative, atol=0, equal_nan=True)
     torch.testing.assert_close(x.top_tokens.energy, y.top_tokens.energy, rtol=family.relative, atol=0)
     assert (x.n_tokens, x.n_sequences) == (y.n_tokens, y.n_sequences)
@@ -186,6 +187,8 @@ def test_counts_of_tokens_and_sequences() -> None:
     assert (moments.token_ratios.sum(dim=1) == 84).all()
     counts = torch.stack([moments.neuron[f"count_{quadrant}"] for quadrant in reference.QUADRANTS])
     assert (counts.sum(dim=0) == 84).all()
+    assert (moments.neuron["weight"] == 84).all()
+    assert moments.blocks.tolist() == [5, 70, 9] + 13 * [0]
 
 
 def test_inputs_of_a_batch_are_unchanged() -> None:
@@ -202,7 +205,7 @@ def test_inputs_of_a_batch_are_unchanged() -> None:
 def test_first_moments_equal_the_twin(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     case = random_case("silu", lengths, 4, dtype=dtype)
     twin = reference.moments(*case.grids[:2])
-    actual = vars(Law.of(case.moments.neuron, case.moments.n_tokens))
+    actual = vars(Law.of(case.moments.neuron))
     assert actual.keys() == twin.keys()
     for name, values in twin.items():
         assert_close(actual[name], values, what=name)  # a and b are summed in float64 whatever they come in
@@ -214,7 +217,7 @@ def test_data_far_from_zero(dtype: torch.dtype) -> None:
     case = random_case("silu", (1, 400, 399), 4)
     case = case.with_data(lambda a, b: ((a + 1000 * case.a.std(0)).to(dtype), (b - 1000 * case.b.std(0)).to(dtype)))
     moments = case.moments
-    twin, actual = reference.moments(*case.grids[:2]), vars(Law.of(moments.neuron, moments.n_tokens))
+    twin, actual = reference.moments(*case.grids[:2]), vars(Law.of(moments.neuron))
     for name, values in twin.items():
         torch.testing.assert_close(actual[name], torch.tensor(values, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
@@ -222,7 +225,7 @@ def test_data_far_from_zero(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("constant", [0.0, 0.1, -1e3 / 3])
 def test_correlation_with_a_constant_is_missing(constant: float) -> None:
     case = random_case("silu", (37,), 3).with_data(lambda a, b: (torch.full_like(a, constant), b))
-    law = Law.of(case.moments.neuron, case.moments.n_tokens)
+    law = Law.of(case.moments.neuron)
     torch.testing.assert_close(law.std_a, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-4)
     assert law.corr_ab.isnan().all()
 

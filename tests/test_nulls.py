@@ -185,7 +185,7 @@ def test_gaussian_nulls_differ_from_the_numbers_of_other_data() -> None:
 def test_gaussian_nulls_follow_the_neurons_own_moments() -> None:
     """The numbers of a run are those of the law of its sums, at the balance of its weights."""
     case = random_case("gelu", (80,), 4)
-    law = Law.of(case.moments.neuron, case.moments.n_tokens)
+    law = Law.of(case.moments.neuron)
     expected = gaussian_nulls(law, case.unit, case.balance, (2.0,))
     columns = case.estimates.neuron_numbers()
     for name, null in (("exchange",) * 2, ("exchange_balanced",) * 2, ("scaling_double", "scaling 2")):

@@ -116,7 +116,7 @@ def test_a_run_that_is_not_whole_is_refused(run: Run, tmp_path: Path) -> None:
     folder = damaged("newer")
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**document, "schema": 99}))
-    with pytest.raises(UserError, match="schema 99, this version reads 1"):
+    with pytest.raises(UserError, match="schema 99, this version reads 2"):
         Run.load(folder)
 
 
