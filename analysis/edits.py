@@ -235,6 +235,8 @@ def _canonical(name: str) -> str:
 class Change:
     """An edit on some neurons and positions of a layer, or its placebo there; everything else stays bit for bit.
 
+    So does a neuron at a token that does not reach it, where a and b are both 0.
+
     Attributes:
         edit: what h becomes.
         unit: g of the layer.
@@ -256,9 +258,9 @@ class Change:
         h: Float[Tensor, "*batch pos d_mlp"],
     ) -> Float[Tensor, "*batch pos d_mlp"]:
         """h after the change."""
-        chosen = torch.ones_like(h, dtype=torch.bool)
+        chosen = (a != 0) | (b != 0)
         if self.neurons is not None:
-            chosen = torch.zeros_like(chosen).index_fill(-1, self.neurons.to(h.device), True)
+            chosen = chosen & torch.zeros_like(chosen).index_fill(-1, self.neurons.to(h.device), True)
         if self.positions is not None:
             chosen = chosen & self.positions[..., None].to(h.device)
         changed = torch.where(chosen, self.edit(a, b, self.unit).to(h.dtype), h)

@@ -74,7 +74,7 @@ def _first_order(
     counted_from: int,
 ) -> Float[Tensor, "edit token d_mlp"]:
     """∂CE/∂h·(h′ − h) on every counted token, for every edit, in float32 at least."""
-    unit, rows = model.sites[layer].unit, slice(counted_from, None)
+    unit, rows = model.layers[layer].unit, slice(counted_from, None)
     changes = torch.stack([edit(a[rows], b[rows], unit) - h[rows] for edit in edits.values()])
     return changes * gradient[rows].to(torch.promote_types(gradient.dtype, torch.float32))
 

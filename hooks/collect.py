@@ -123,8 +123,7 @@ def _token_texts(model: LoadedModel, layers: dict[int, Layer]) -> dict[int, str]
 
 def select_layers(model: LoadedModel, layers: Sequence[int] | None) -> dict[int, Site | Mixture]:
     """The proven layers among those asked for; UserError if there is none, or no such layer."""
-    every: dict[int, Site | Mixture] = {**model.sites, **model.mixtures}
-    every = dict(sorted(every.items()))
+    every = model.layers
     if layers is None:
         return every
     if not layers:

@@ -56,11 +56,11 @@ def _own_inputs(
 ) -> list[tuple[Site, Tensor]]:
     """Every site of a layer with the counted tokens that reach it, those that any reach."""
     if isinstance(layer, Site):
-        return [(layer, heard[index, "x"][0, counted_from:])]
+        return [(layer, heard[index, "x"].flatten(0, -2)[counted_from:])]
     routing: Routing = heard[index, "routing"]
     rows = [row[routing.place[row] >= counted_from] for row, _ in routing.by_expert(layer.stacks.n_experts)]
     found = [(site, routing.x[row]) for site, row in zip(layer.routed, rows, strict=True) if len(row)]
-    return found if layer.shared is None else [*found, (layer.shared, heard[index, "x"][0, counted_from:])]
+    return found if layer.shared is None else [*found, (layer.shared, heard[index, "x"].flatten(0, -2)[counted_from:])]
 
 
 def _worse(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:

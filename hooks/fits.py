@@ -22,12 +22,12 @@ def fit_layers(model: LoadedModel, windows: Sequence[Window], run: Run) -> dict[
     for window in windows:
         looks = {layer: partial(_look, model, layer, window.counted_from, sums) for layer in run.layers}
         clean_pass(model, window, looks)
-    n_tokens = sum(window.n_counted for window in windows)
     fits = {}
     for index, layer in run.layers.items():
-        h, h_placed, placed_placed = sums[index]
+        h, h_placed, placed_placed, n_tokens = sums[index]
         bilinear = measures.bilinear_coefficient(layer.moments.neuron).nan_to_num(0.0)  # 0 where ab is always 0
-        fits[index] = Fit(bilinear, (h_placed / placed_placed).nan_to_num(0.0), h / n_tokens, layer.geometry.balance)
+        placed, mean = (ratio.nan_to_num(0.0) for ratio in (h_placed / placed_placed, h / n_tokens))
+        fits[index] = Fit(bilinear, placed, mean, layer.geometry.balance)
     return fits
 
 
@@ -40,9 +40,10 @@ def _look(
     b: Activations,
     h: Activations,
 ) -> Activations:
-    """Add Σ h, Σ h·p and Σ p² with p = g(ab, 1) over the counted tokens of the one window in the batch."""
+    """Add Σ h, Σ h·p and Σ p² with p = g(ab, 1), and how many counted tokens of the one window reach each neuron."""
     gate, up, now = (x[0, counted_from:].double() for x in (a, b, h))
-    placed = model.sites[layer].unit.placed_outside(gate, up)
-    found = torch.stack([now.sum(dim=0), (now * placed).sum(dim=0), placed.square().sum(dim=0)]).cpu()
+    placed = model.layers[layer].unit.placed_outside(gate, up)
+    reached = ((gate != 0) | (up != 0)).double()
+    found = torch.stack([each.sum(dim=0) for each in (now, now * placed, placed.square(), reached)]).cpu()
     sums[layer] = sums[layer] + found if layer in sums else found
     return h

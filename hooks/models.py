@@ -79,6 +79,12 @@ class LoadedModel:
         return self.found.mixtures
 
     @property
+    def layers(self) -> dict[int, Site | Mixture]:
+        """All layers that are analysed, by index."""
+        every: dict[int, Site | Mixture] = {**self.sites, **self.mixtures}
+        return dict(sorted(every.items()))
+
+    @property
     def skipped(self) -> dict[int, str]:
         """Reasons of the layers that are neither."""
         return self.found.skipped

@@ -79,7 +79,7 @@ def _exact(
         _, inputs = clean_pass(model, window, {})
         counted = torch.arange(len(window.tokens)) >= window.counted_from
         for index, of_layer in places.items():
-            entry, unit = Entry.of(model, index, window, inputs[index]), model.sites[index].unit
+            entry, unit = Entry.of(model, index, window, inputs[index]), model.layers[index].unit
             changes = [Change(edits[index], unit, neuron[place : place + 1], counted) for place in of_layer]
             costs, _ = entry.costs([Version(inputs[index], {index: change}) for change in changes])
             total[of_layer] += costs[1]

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from analysis.gated import GatedMLP
 from analysis.units import PARAMETERS, Unit, candidate_units, nearest_unit
 from hooks.network import blocks_of, hidden_of, run_whole
-from hooks.placement import After, gain_after, gain_before, parallel
+from hooks.placement import NOTHING_AFTER, After, gain_after, gain_before, parallel
 from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
 from hooks.sites import SHARED, Found, Mixture, Site
 from hooks.taps import Claim, Routing, Stacks, Tap, claims_of, stacks_of, unread_stacks
@@ -177,7 +177,8 @@ class _Finder:
                     f"it has {len(shared)} gated MLPs beside its experts, expected one shared expert at most"
                 )
             _prove_complete(stacks, [site for site, _ in shared], [weight for _, weight in shared], seen)
-            return Mixture(layer, (*sites, *(site for site, _ in shared)), stacks)
+            reads = _around(stacks, [site for site, _ in shared], seen)
+            return Mixture(layer, (*sites, *(site for site, _ in shared)), stacks, reads)
         raise NotASiteError(str(min(failures, key=lambda failure: failure.error)))
 
     def _gain_of_experts(self, stacks: Stacks, seen: Seen) -> tuple[Tensor, str]:
@@ -288,9 +289,23 @@ def _shared(site: Site, after: After, seen: Seen) -> tuple[Site, Float[Tensor, "
             ratio = float((after.by_token / weight[:, 0]).median())
             limit = OUTPUT_SLACK * TOLERANCE[site.q.dtype]
             if relative_error(ratio * weight[:, 0], after.by_token) <= limit:
-                gained = replace(site, expert=SHARED, token_gate=module, value_gain=ratio * site.value_gain)
-                return gained, weight.to(site.q.dtype)
+                gain, source = ratio * site.value_gain, NOTHING_AFTER
+                if abs(ratio - 1) > OUTPUT_SLACK * TOLERANCE[site.q.dtype]:
+                    source = f"× {ratio:g} (as measured)"
+                else:
+                    gain = site.value_gain
+                gated = replace(site, expert=SHARED, token_gate=module, value_gain=gain, value_gain_source=source)
+                return gated, weight.to(site.q.dtype)
     raise NotASiteError("its shared expert has a weight for every token, and nothing that gives it was found")
+
+
+def _around(stacks: Stacks, shared: Sequence[Site], seen: Seen) -> nn.Module:
+    """The module around the experts, which must be given what a shared expert reads."""
+    around = seen.module(stacks.where.rpartition(".")[0])
+    for site in shared:
+        if around not in seen.calls or not torch.equal(seen.given(around), seen.given(site.taps.gate.module)):
+            raise NotASiteError("its shared expert does not read what the module around its experts is given")
+    return around
 
 
 def _prove_complete(stacks: Stacks, shared: Sequence[Site], weights: Sequence[Tensor], seen: Seen) -> None:

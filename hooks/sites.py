@@ -74,6 +74,10 @@ class Site:
         return GatedMLP(self.unit, self.q, self.k, self.v, self.q_bias, self.k_bias, self.v_bias)
 
     @property
+    def n_neurons(self) -> int:
+        return len(self.q)
+
+    @property
     def taps(self) -> Claim:
         """The modules that it is read at."""
         if self.claim is None:
@@ -105,11 +109,13 @@ class Mixture:
         layer: index of the block.
         sites: the experts in order; a shared one, which sees every token, comes last.
         stacks: where they are in the model.
+        reads: the module around them, which is given what a shared expert reads.
     """
 
     layer: int
     sites: tuple[Site, ...]
     stacks: Stacks
+    reads: nn.Module
 
     @property
     def shared(self) -> Site | None:
@@ -127,7 +133,7 @@ class Mixture:
 
     @property
     def n_neurons(self) -> int:
-        return sum(len(site.q) for site in self.sites)
+        return sum(site.n_neurons for site in self.sites)
 
 
 @dataclass(frozen=True)

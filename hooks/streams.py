@@ -100,7 +100,9 @@ class SiteStream(LayerStream):
         )
 
     def take(self, heard: dict[str, Any], batch: Batch) -> None:
-        self._accumulator.add(heard.pop("a"), heard.pop("b"), batch)
+        a, b = (heard.pop(symbol) for symbol in "ab")
+        rows = len(batch.windows)  # some families flatten them before their MLP
+        self._accumulator.add(a.reshape(rows, -1, a.shape[-1]), b.reshape(rows, -1, b.shape[-1]), batch)
 
 
 class MixtureStream(LayerStream):

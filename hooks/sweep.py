@@ -120,7 +120,7 @@ class _Steps:
         edited = zip(names, self._edited_inputs(layer, state), strict=True)
         cumulative = [Version(given, self._counted(name, [layer], state)) for name, given in edited]
         single, _ = entry.costs([Version(hidden, {layer: change}) for change in self._alone(layer, state)])
-        control, _ = entry.costs([Version(hidden, {layer: Change(CONTROL, self.model.sites[layer].unit)})])
+        control, _ = entry.costs([Version(hidden, {layer: Change(CONTROL, self.model.layers[layer].unit)})])
         top, _ = entry.costs(together)
         bottom, given_next = entry.costs(cumulative, keep=following[0] if following else None)
         if following:
@@ -132,8 +132,8 @@ class _Steps:
 
     def _alone(self, layer: int, state: _State) -> Iterator[Change]:
         """Every edit of the layer as itself and as its placebo, each on counted and on all positions."""
-        unit, length = self.model.sites[layer].unit, len(state.window.tokens)
-        noise = directions(self.seed, layer, state.window.index, length, len(self.model.sites[layer].q))
+        unit, length = self.model.layers[layer].unit, len(state.window.tokens)
+        noise = directions(self.seed, layer, state.window.index, length, self.model.layers[layer].n_neurons)
         for edit in self.edits[layer].values():
             for noise_or_none in (None, noise):
                 for positions in (state.counted, None):
@@ -142,7 +142,7 @@ class _Steps:
     def _counted(self, name: str, layers: Sequence[int], state: _State) -> dict[int, Change]:
         """One edit in several layers, on counted positions."""
         return {
-            layer: Change(self.edits[layer][name], self.model.sites[layer].unit, positions=state.counted)
+            layer: Change(self.edits[layer][name], self.model.layers[layer].unit, positions=state.counted)
             for layer in layers
         }
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hooks.network import run_whole
 from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
-from hooks.sites import Points, Site
+from hooks.sites import Site
 from hooks.sources import first_line
 
 ENDS = {"x": "hook_in", "a": "gate.hook_out", "b": "in.hook_out", "h": "out.hook_in", "y": "hook_out"}
@@ -43,10 +43,14 @@ def named(sites: Mapping[int, Site], plain: PreTrainedModel, bridge: Transformer
     names = {layer: {symbol: f"blocks.{layer}.mlp.{end}" for symbol, end in ENDS.items()} for layer in sites}
     known = {layer: mine for layer, mine in names.items() if all(name in bridge.hook_dict for name in mine.values())}
     wanted = [name for mine in known.values() for name in mine.values()]
-    with torch.no_grad():
+    ran: set[nn.Module] = set()
+    with torch.no_grad(), ExitStack() as stack:
+        for site in sites.values():
+            stack.callback(site.taps.gate.module.register_forward_hook(lambda module, *_: ran.add(module)).remove)
         theirs: dict[str, Tensor] = {}
         with suppress(Exception):  # what it cannot run has no names
             _, theirs = bridge.run_with_cache(probe, names_filter=wanted, return_type=None)
+    with torch.no_grad():
         ours = _own(sites, plain, probe)
     found = {}
     for layer, site in sites.items():
@@ -55,7 +59,10 @@ def named(sites: Mapping[int, Site], plain: PreTrainedModel, bridge: Transformer
             value, reference = theirs[names[layer][symbol]].flatten(0, -2), ours[layer][symbol]
             limit = OUTPUT_SLACK * OUTPUT_SLACK * TOLERANCE[reference.dtype]  # its attention and norms are its own
             agrees = agrees and value.shape == reference.shape and relative_error(value, reference) <= limit
-        found[layer] = replace(site, hook_names=names[layer], also=_split(site, bridge, names[layer])) if agrees else site
+        points = tuple((bridge.hook_dict[names[layer][symbol]],) for symbol in "ab") if agrees else ()
+        # Where TransformerLens has cut a projection that holds both, its own pass calls other modules.
+        also = (points[0], points[1]) if agrees and site.taps.gate.module not in ran else ((), ())
+        found[layer] = replace(site, hook_names=names[layer], also=also) if agrees else site
     return found
 
 
@@ -78,10 +85,3 @@ def _own(sites: Mapping[int, Site], plain: PreTrainedModel, probe: Probe) -> dic
                 stack.callback(module.register_forward_hook(partial(keep, layer)).remove)
         run_whole(plain, probe)
     return seen
-
-
-def _split(site: Site, bridge: TransformerBridge, names: Mapping[str, str]) -> tuple[Points, Points]:
-    """The hook points of a and b, where TransformerLens has cut the projections that hold both into its own."""
-    if site.taps.gate.module in set(bridge.modules()):
-        return ((), ())
-    return (bridge.hook_dict[names["a"]],), (bridge.hook_dict[names["b"]],)
