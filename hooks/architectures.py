@@ -45,7 +45,8 @@ def auto_class_for(config: PreTrainedConfig, name: str) -> Any:
     for auto in (AutoModelForCausalLM, AutoModelForMaskedLM):
         if auto.__name__ in auto_map or _classes(auto, config):
             return auto
-    if config.is_encoder_decoder and _classes(AutoModelForTextEncoding, config):
+    encoders = _classes(AutoModelForTextEncoding, config)
+    if named in encoders or (config.is_encoder_decoder and encoders):
         return AutoModelForTextEncoding
     inside = type(config.get_text_config(decoder=True)).__name__
     what = f"; its text model is described by {inside}" if inside != type(config).__name__ else ""
