@@ -46,7 +46,7 @@ def auto_class_for(config: PreTrainedConfig, name: str) -> Any:
         if auto.__name__ in auto_map or _classes(auto, config):
             return auto
     encoders = _classes(AutoModelForTextEncoding, config)
-    if encoders and (config.is_encoder_decoder or named in encoders):
+    if named in encoders or (config.is_encoder_decoder and encoders):
         return AutoModelForTextEncoding
     inside = type(config.get_text_config(decoder=True)).__name__
     what = f"; its text model is described by {inside}" if inside != type(config).__name__ else ""
