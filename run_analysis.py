@@ -101,8 +101,12 @@ def analyze(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of re-pairings, placebos and random weights.")] = 0,
     causal: Annotated[
-        str, typer.Option(help="What edits cost: none, attribution (every neuron, first order), exact (every layer), both.")
-    ] = "attribution",
+        str | None,
+        typer.Option(
+            help="What edits cost: none, attribution (every neuron, first order; the default where the model predicts the "
+            "next token), exact (every layer), both."
+        ),
+    ] = None,
     edits: Annotated[str | None, typer.Option(help="Edits, like exchange,scale:2; default the usual ones.")] = None,
     causal_tokens: Annotated[
         int | None,
@@ -130,12 +134,14 @@ def analyze(
 
     check_windows(context, skip_positions, shard)
     chosen = None if edits is None else parse_edits(edits)
-    if causal not in MODES:
+    if causal is not None and causal not in MODES:
         raise UserError(f"unknown --causal {causal!r}: choose one of {', '.join(MODES)}")
     if causal == "none" and (edits is not None or causal_tokens is not None):
         raise UserError("--edits and --causal-tokens say what --causal measures, which is none: leave them out")
     if resume and causal not in ("exact", "both"):
-        raise UserError(f"--resume goes on with an exact sweep, not with --causal {causal}: add --causal exact or both")
+        raise UserError(
+            f"--resume goes on with an exact sweep, not with --causal {causal or 'attribution'}: add --causal exact or both"
+        )
 
     _announce(quiet)
     load = partial(load_model, model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
@@ -143,10 +149,11 @@ def analyze(
     subject = load()
     text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens, shard=shard)
     run, found = measure(subject, text), None
-    if causal != "none":
+    mode = causal or ("attribution" if subject.predicts else "none")
+    if mode != "none":
         with sweep_kept(directory / PROGRESS):
             found = measure_causal(
-                subject, text, run, mode=causal, edits=chosen, n_tokens=causal_tokens, seed=seed,
+                subject, text, run, mode=mode, edits=chosen, n_tokens=causal_tokens, seed=seed,
                 folder=directory / PROGRESS, resume=resume,
             )  # fmt: skip
     del subject  # one model at a time
@@ -268,9 +275,7 @@ def neuron(
 @app.command()
 @errors_reported()
 def theory(
-    activation: Annotated[
-        str | None, typer.Option(help="One unit: silu, clamped(silu,10), ...; default all.")
-    ] = None,
+    activation: Annotated[str | None, typer.Option(help="One unit: silu, clamped(silu,10), ...; default all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Directory for theory.csv and a figure; default none.")] = None,
     force: Force = False,

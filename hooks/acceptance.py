@@ -7,7 +7,8 @@ from importlib.metadata import version
 import torch
 from packaging.version import Version
 
-from analysis.activations import ALIASES
+from analysis.activations import ACTIVATIONS, ALIASES
+from analysis.naming import parsed
 from analysis.run import Layer, Record
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel
@@ -34,8 +35,8 @@ def _controls(controls: tuple[Record, ...]) -> Iterator[Record]:
 
 def _reading(model: LoadedModel, corpus: Corpus, layers: dict[int, Layer]) -> Iterator[Record]:
     units = Counter(layer.unit.name for layer in layers.values())
-    configured = [ALIASES.get(name, name) for name in model.description["activation_in_config"]]
-    named = all(unit in configured for unit in units) or not configured
+    configured = {ALIASES.get(name, name) for name in model.description["activation_in_config"]}
+    named = all(_activation_of(unit) in {None, *configured} for unit in units) or not configured
     yield _check(
         "activation, g(a, b) = σ(a)·b", _counted(units), f"configuration: {', '.join(configured) or 'silent'}", named
     )
@@ -63,6 +64,12 @@ def _reading(model: LoadedModel, corpus: Corpus, layers: dict[int, Layer]) -> It
     versions = {name: version(name) for name in MINIMAL}
     recent = all(Version(versions[name]) >= Version(least) for name, least in MINIMAL.items())
     yield _check("versions", _listed(versions), f"at least {_listed(MINIMAL)}", recent)
+
+
+def _activation_of(unit: str) -> str | None:
+    """The activation in a unit's name; None for a unit that is of no activation that a configuration could name."""
+    kind, parameters = parsed(unit)
+    return next((part for part in (kind, *parameters) if part in ACTIVATIONS), None)
 
 
 def _check(check: str, value: float | str, limit: float | str, passed: bool, sense: str = "") -> Record:

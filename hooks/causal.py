@@ -55,8 +55,11 @@ def measure_causal(
         resume: go on with what is in the folder.
 
     Raises:
-        UserError: an edit does not exist for the model's units, or what is in the folder is of another sweep.
+        UserError: the model predicts no next token, an edit does not exist for its units, or what is in the folder is of
+            another sweep.
     """
+    if not model.predicts:
+        raise UserError(f"a {type(model.plain).__name__} predicts no next token, so edits have no cost: use --causal none")
     names = _names(edits, run)
     default = ATTRIBUTION_TOKENS if mode == "attribution" else EXACT_TOKENS
     windows = spread(corpus.windows, n_tokens or default)

@@ -13,7 +13,7 @@ from analysis.run import Run
 from hooks.corpus import Window
 from hooks.interventions import Activations
 from hooks.models import LoadedModel
-from hooks.suffix import clean_pass
+from hooks.suffix import looking_pass
 
 
 def fit_layers(model: LoadedModel, windows: Sequence[Window], run: Run) -> dict[int, Fit]:
@@ -21,7 +21,7 @@ def fit_layers(model: LoadedModel, windows: Sequence[Window], run: Run) -> dict[
     sums: dict[int, Float64[Tensor, "sum d_mlp"]] = {}
     for window in windows:
         looks = {layer: partial(_look, model, layer, window.counted_from, sums) for layer in run.layers}
-        clean_pass(model, window, looks)
+        looking_pass(model, window, looks)
     fits = {}
     for index, layer in run.layers.items():
         h, h_placed, placed_placed, n_tokens = sums[index]

@@ -87,14 +87,30 @@ def suffix_pass(
 def clean_pass(
     model: LoadedModel, window: Window, rewrites: Mapping[int, Rewrite]
 ) -> tuple[Float[Tensor, "1 pos vocab"], Float[Tensor, "layer pos d_model"]]:
-    """Logits of one window, and the input of every block; ``rewrites`` may look at h on the way."""
+    """Logits of one window, and the input of every block; ``rewrites`` may look at h on the way.
+
+    Raises:
+        UserError: the blocks are given something else than one residual stream, so that none can be entered.
+    """
     inputs: list[Tensor] = []
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(rewriting(model, rewrites))
         for layer in range(len(model.blocks(model.network))):
             stack.enter_context(_inputs_kept(model, layer, inputs))
         logits = full_pass(model, window.tokens[None])
+    streams = {tuple(x.shape[:-1]) for x in inputs}
+    if streams != {(1, len(window.tokens))}:
+        raise UserError(
+            f"blocks of a {type(model.plain).__name__} are given {streams.pop()} vectors, no one residual stream, so that "
+            "no pass can begin at a layer: use --causal attribution"
+        )
     return logits, torch.cat(inputs)
+
+
+def looking_pass(model: LoadedModel, window: Window, looks: Mapping[int, Rewrite]) -> None:
+    """One whole pass over one window, in which ``looks`` see a, b and h and give h back."""
+    with torch.no_grad(), rewriting(model, looks):
+        full_pass(model, window.tokens[None])
 
 
 @contextmanager

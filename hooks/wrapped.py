@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -35,7 +36,8 @@ def wrap(
     try:
         return TransformerBridge.boot_transformers(name, hf_model=model, tokenizer=tokenizer, dtype=precision), ""
     except Exception as error:  # it raises many kinds; each means that it does not know this family
-        return None, f"TransformerLens cannot wrap a {type(model).__name__} ({first_line(error)})"
+        reason = shorten(first_line(error), 80, placeholder="…")
+        return None, f"TransformerLens cannot wrap a {type(model).__name__} ({reason})"
 
 
 def named(sites: Mapping[int, Site], plain: PreTrainedModel, bridge: TransformerBridge, probe: Probe) -> dict[int, Site]:

@@ -12,6 +12,12 @@ from transformers import AutoModelForCausalLM
 Unit = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
 """(gate, up, activation) → what the down projection is given."""
 
+KNOWN = (
+    *("llama", "llama-bias", "relu", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "glm4", "olmo2", "cohere"),
+    *("granite", "stablelm", "exaone4", "smollm3"),
+)
+"""Families whose MLP is written below."""
+KNOWN_MIXTURES = ("mixtral", "qwen2_moe", "deepseek_v3")
 BY_HAND: dict[str, Unit] = {
     "exchange": lambda gate, up, act: act(up) * gate,
     "scale:2": lambda gate, up, act: act(2 * gate) * (up / 2),
@@ -51,6 +57,32 @@ def edit_by_hand(name: str) -> Callable[[SimpleNamespace], Tensor]:
 def only(positions: Tensor, unit: Callable[[SimpleNamespace], Tensor]) -> Callable[[SimpleNamespace], Tensor]:
     """The same where ``positions`` [pos] is true, the model's own h elsewhere."""
     return lambda seen: torch.where(positions[:, None], unit(seen), seen.h)
+
+
+@contextmanager
+def experts_by_hand(model: nn.Module, layer: int, name: str) -> Iterator[None]:
+    """Within the block one of ``BY_HAND`` is what the experts of a layer and its shared expert compute, token by token."""
+    mlp = model.model.layers[layer].mlp
+    unit = BY_HAND[name]
+
+    def forward(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        rows = []
+        for token in range(len(x)):
+            total = torch.zeros_like(x[token])
+            for expert, weight in zip(index[token].tolist(), weights[token], strict=True):
+                gate, up = (mlp.experts.gate_up_proj[expert] @ x[token]).chunk(2)
+                total = total + weight * (mlp.experts.down_proj[expert] @ unit(gate, up, nn.functional.silu))
+            rows.append(total)
+        return torch.stack(rows)
+
+    mlp.experts.forward = forward
+    shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
+    if shared is not None:
+        shared.forward = _forward(shared, edit_by_hand(name))
+    yield
+    for changed in (mlp.experts, shared):
+        if changed is not None:
+            del changed.forward
 
 
 def _forward(mlp: nn.Module, unit: Callable[[SimpleNamespace], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -13,6 +13,7 @@ from hooks.models import LoadedModel, load_model
 from hooks.reading import Stream, Taking
 from hooks.sites import SHARED, Mixture, Site
 from hooks.streams import parts_of
+from tests.catalogue import table, written
 from tests.mlps_by_hand import BY_FAMILY, load_plain, read_by_hand
 from tests.tiny import DENSE, FAMILIES, MIXTURES, UNGATED, VOCABULARY, save_tiny
 
@@ -81,3 +82,10 @@ def test_what_is_heard_is_what_the_family_computes(family: tuple[str, Path]) -> 
 def test_every_family_of_the_catalogue_is_written_by_hand() -> None:
     assert BY_FAMILY.keys() == {*DENSE, *MIXTURES}
     assert FAMILIES.keys() == {*BY_FAMILY, *UNGATED}
+
+
+def test_the_table_of_families_is_what_they_say_of_themselves(tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.mktemp("catalogue")
+    lines = table({name: save_tiny(name, root / name) for name in FAMILIES})
+    document = (Path(__file__).parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
+    assert written(document, lines) == document, "run: python -m tests.catalogue docs/models.md"

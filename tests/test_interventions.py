@@ -1,10 +1,11 @@
 """Edits of whole models: what they do is what another forward of the MLP does, and afterwards nothing has happened."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from analysis.actions import Action, Permutation, Scaling, ValueRescaling
 from analysis.actions import Exchange as ExchangeWeights
@@ -14,8 +15,8 @@ from analysis.errors import UserError
 from hooks.interventions import acting, rewriting
 from hooks.models import LoadedModel, load_model
 from hooks.suffix import clean_pass, full_pass, suffix_pass
-from tests.by_hand import BY_HAND, by_hand, edit_by_hand, plain_model
-from tests.tiny import GATED, VOCABULARY, save_tiny
+from tests.by_hand import BY_HAND, KNOWN, KNOWN_MIXTURES, by_hand, edit_by_hand, experts_by_hand, plain_model
+from tests.tiny import VOCABULARY, save_tiny
 
 TOKENS = torch.randint(0, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(5))
 NO_FIT = Fit(*(torch.zeros(48, dtype=torch.float64) for _ in range(4)))
@@ -27,10 +28,10 @@ def logits(model: LoadedModel) -> Tensor:
 
 
 def change(model: LoadedModel, layer: int, name: str) -> Change:
-    return Change(make_edit(name, NO_FIT), model.sites[layer].unit)
+    return Change(make_edit(name, NO_FIT), model.layers[layer].unit)
 
 
-@pytest.fixture(scope="module", params=GATED)
+@pytest.fixture(scope="module", params=[*KNOWN, *KNOWN_MIXTURES])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, LoadedModel]:
     directory = save_tiny(request.param, tmp_path_factory.mktemp("edited") / request.param)
     return directory, load_model(str(directory), device="cpu")
@@ -44,7 +45,12 @@ def test_an_edited_model_is_the_model_with_another_mlp(family: tuple[Path, Loade
         for layers in ((1,), (0, 2)):
             with rewriting(model, {layer: change(model, layer, name) for layer in layers}):
                 found = logits(model)
-            with torch.no_grad(), by_hand(plain, dict.fromkeys(layers, edit_by_hand(name))):
+            with torch.no_grad(), ExitStack() as stack:
+                for layer in layers:
+                    if layer in model.mixtures:
+                        stack.enter_context(experts_by_hand(plain, layer, name))
+                    else:
+                        stack.enter_context(by_hand(plain, {layer: edit_by_hand(name)}))
                 expected = plain(TOKENS).logits
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
             assert not torch.allclose(found, clean, rtol=1e-3, atol=1e-3)
@@ -198,4 +204,53 @@ def test_a_layer_that_is_not_there(llama: LoadedModel) -> None:
         pytest.raises(UserError, match=r"layer 7 cannot be edited \(the model has layers 0-2\)"),
         rewriting(llama, {7: lambda a, b, h: h}),
     ):
+        pass
+
+
+def test_the_view_of_transformerlens_is_edited_too(tmp_path: Path) -> None:
+    """Also where it has projections of its own, cut from one that holds both."""
+    for family in ("llama", "phi3"):
+        model = load_model(str(save_tiny(family, tmp_path / family)), device="cpu")
+        assert model.bridge is not None
+        for layers in ((0,), (0, 2)):
+            with torch.no_grad(), rewriting(model, {layer: change(model, layer, "exchange") for layer in layers}):
+                torch.testing.assert_close(model.bridge(TOKENS, return_type="logits"), logits(model), rtol=1e-4, atol=1e-4)
+        with acting(model, {1: ExchangeWeights()}), torch.no_grad():
+            torch.testing.assert_close(model.bridge(TOKENS, return_type="logits"), logits(model), rtol=1e-4, atol=1e-4)
+
+
+def test_neurons_of_experts_are_edited_one_by_one(tmp_path: Path) -> None:
+    """Of the shared expert and of a routed one; those of an expert that a token is not sent to change nothing there."""
+    model = load_model(str(save_tiny("qwen2_moe", tmp_path / "model")), device="cpu")
+    clean, plain = logits(model), plain_model(tmp_path / "model")
+    mlp, seen = plain.model.layers[2].mlp, {}
+    mlp.experts.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0], index=inputs[1], weights=inputs[2]))
+    with torch.no_grad():
+        plain(TOKENS)
+        for column, expert in ((5, 0), (24 + 7, 1), (96 + 3, -1)):
+            limited = Change(make_edit("zero", NO_FIT), model.layers[2].unit, torch.tensor([column]))
+            with rewriting(model, {2: limited}):
+                found = logits(model)
+            if expert < 0:
+                shared, neuron = mlp.shared_expert, column - 96
+                gate, up = (part(seen["x"])[:, neuron] for part in (shared.gate_proj, shared.up_proj))
+                weight, value = mlp.shared_expert_gate(seen["x"])[:, 0].sigmoid(), shared.down_proj.weight[:, neuron]
+                reached = torch.ones(40, dtype=torch.bool)
+            else:
+                neuron, experts = column - 24 * expert, mlp.experts
+                gate, up = (experts.gate_up_proj[expert, row] @ seen["x"].T for row in (neuron, 24 + neuron))
+                value, chosen = experts.down_proj[expert, :, neuron], seen["index"] == expert
+                weight, reached = (seen["weights"] * chosen).sum(dim=1), chosen.any(dim=1)
+            removed = (weight * nn.functional.silu(gate) * up)[:, None] * value
+            residual = removed.view(2, 20, -1)
+            handle = plain.model.layers[2].register_forward_hook(lambda _, x, y, residual=residual: y - residual)
+            expected = plain(TOKENS).logits
+            handle.remove()
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+            assert torch.equal((found - clean).abs().amax(dim=-1).flatten() > 1e-6, reached)
+
+
+def test_weights_of_experts_have_no_actions(tmp_path: Path) -> None:
+    model = load_model(str(save_tiny("mixtral", tmp_path / "model")), device="cpu")
+    with pytest.raises(UserError, match="layer 1 is a mixture of experts"), acting(model, {1: ExchangeWeights()}):
         pass
