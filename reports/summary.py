@@ -185,22 +185,23 @@ def _seen_little(experts: pd.DataFrame) -> Iterator[str]:
     """How many experts saw few tokens or none, and in which layers."""
     few, none = experts[experts["few_tokens"]], experts[experts["n_tokens"] == 0]
     if len(few):
-        without = f", {len(none)} of them none (layers {_ranges(none['layer'])})" if len(none) else ""
+        without = f", {len(none)} of them none ({_ranges(none['layer'])})" if len(none) else ""
         yield (
             f"{len(few):,} of {len(experts):,} experts saw fewer than {FEW_EXPERT_TOKENS} counted tokens{without}: "
-            f"their own numbers are unsure, give more text (layers {_ranges(few['layer'])})"
+            f"their own numbers are unsure, give more text ({_ranges(few['layer'])})"
         )
 
 
 def _ranges(layers: pd.Series) -> str:
-    """Layers in few words: 0-5, 8."""
+    """Layers in few words: layers 0-5, 8."""
     runs: list[list[int]] = []
     for layer in sorted(set(layers)):
         if runs and layer == runs[-1][-1] + 1:
             runs[-1].append(layer)
         else:
             runs.append([layer])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'' if listed.isdecimal() else 's'} {listed}"
 
 
 def _extent(values: pd.Series, form: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from analysis import tile
 from analysis.estimates import FEW_EXPERT_TOKENS, Estimates
 from analysis.experts import SHARED, expert_slices, index_within, neuron_name
-from analysis.extremes import TOP_TOKENS
+from analysis.extremes import TOP_TOKENS, Heaviest, TopTokens
 from analysis.fused import EXPERT_TILE, TILE, FusedReducer, _tiled
 from analysis.geometry import Geometry, derangements
 from analysis.interactions import antisymmetric_share, pooled_antisymmetric_share
@@ -23,7 +23,7 @@ from analysis.pairing import experts_pairing_variance, pairing_variance
 from analysis.sums import QUADRANTS, Layout
 from analysis.tile import TileReducer
 from analysis.tile_sums import tile_sums
-from analysis.totals import Reducer, Totals
+from analysis.totals import Reducer, TokenSums, Totals
 from analysis.units import GatedUnit
 from analysis.window import Batch, Window
 from tests import reference
@@ -664,11 +664,15 @@ def test_an_experts_tiles_wait_for_nothing(layer: Mixture, compiled: bool, monke
     case = layer.cases[0]
     _, a, b, places, weight = next(layer.parts())
     routed = layer.batch.routed(places, weight)
-    moved = {field.name: getattr(routed, field.name) for field in fields(Batch) if field.init}
+    moved = {field.name: getattr(layer.batch, field.name) for field in fields(Batch) if field.init}
     moved |= {name: x.to("meta") for name, x in moved.items() if isinstance(x, Tensor)}
     made = TileReducer(case.unit, case.layout, case.geometry, case.pairing, "meta", tile=128, compiled=compiled)
     monkeypatch.setattr(made, "_proved", True)
-    totals, there = Totals.empty(layer.d_mlp, case.layout, "meta"), Batch(**moved)
-    a, b = a.to("meta"), b.to("meta")
+    totals, whole = Totals.empty(layer.d_mlp, case.layout, "meta"), Batch(**moved)
+    a, b, places, weight = (x.to("meta") for x in (a, b, places, weight))
+    tokens, heaviest = TokenSums.empty(len(case.layout.token_measures), 29, "meta"), Heaviest.empty(29, "meta")
     with Waits():
-        made.add(a, b, there, totals.of(slice(0, 3)))
+        part = whole._part(places, weight, routed.runs)
+        tokens.add_at(part.ranks, made.add(a, b, part, totals.of(slice(0, 3))))  # type: ignore[arg-type]
+        heaviest.see(a[part.counted], made.value_weight, part.ranks, 0)  # type: ignore[arg-type]
+        TopTokens.among(tokens.energy, heaviest, whole)
