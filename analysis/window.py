@@ -144,37 +144,52 @@ class Batch:
             ValueError: the places are not such.
         """
         device, there = self.fed.device, places.cpu()
-        kinds, ranks, blocks = self._on_cpu
+        kinds, blocks = self._on_cpu
         if bool((there.diff() <= 0).any()) or (len(there) and not 0 <= int(there.min()) <= int(there.max()) < len(kinds)):
             raise ValueError(f"places routed to an expert must ascend within 0-{len(kinds) - 1}")
         kind = kinds[there]
         if bool((kind < 0).any()):
             raise ValueError("padding was routed to an expert: leave out the places that are not in Batch.fed")
-        counted, uncounted = ((kind == k).nonzero()[:, 0] for k in (1, 0))
-        ranks = ranks[there[counted]]
-        of_token = blocks[ranks]
-        numbers, lengths = of_token.unique_consecutive(return_counts=True)
+        numbers, lengths = blocks[there[kind == 1]].unique_consecutive(return_counts=True)
         stops = lengths.cumsum(0)
+        runs = tuple(zip((stops - lengths).tolist(), stops.tolist(), numbers.tolist(), strict=True))
+        return self._part(places.to(device), weight.to(device), runs)
+
+    def _part(
+        self, places: Int64[Tensor, " routed"], weight: Float[Tensor, " routed"], runs: tuple[tuple[int, int, int], ...]
+    ) -> "Batch":
+        """The batch at some of its places, in which the runs of counted tokens are known; waits for no device."""
+        of_place, n_counted = self.places[:, places], runs[-1][1] if runs else 0
+        counted_first = (of_place[3] != 1).long().argsort(stable=True)
+        counted = counted_first[:n_counted]
+        ranks = self._ranks[places[counted]]
         return Batch(
             windows=self.windows,
-            counted=counted.to(device),
-            uncounted=uncounted.to(device),
-            fed=torch.arange(len(there), device=device),
-            places=self.places[:, places.to(device)],
-            runs=tuple(zip((stops - lengths).tolist(), stops.tolist(), numbers.tolist(), strict=True)),
-            blocks=of_token.to(device),
-            root_weight=weight.to(device),
-            ranks=ranks.to(device),
+            counted=counted,
+            uncounted=counted_first[n_counted:],
+            fed=torch.arange(len(places), device=places.device),
+            places=of_place,
+            runs=runs,
+            blocks=self.blocks[ranks],
+            root_weight=weight,
+            ranks=ranks,
         )
 
     @cached_property
-    def _on_cpu(self) -> tuple[Int64[Tensor, " place"], Int64[Tensor, " place"], Int64[Tensor, " token"]]:
-        """Of every place, 1 if it is counted, 0 if it is fed only, −1 in padding; its rank if counted; ``blocks``.
+    def _ranks(self) -> Int64[Tensor, " place"]:
+        """Of every counted place, the number of its token among the counted ones."""
+        return (self.places[3] == 1).long().cumsum(0) - 1
+
+    @cached_property
+    def _on_cpu(self) -> tuple[Int64[Tensor, " place"], Int64[Tensor, " place"]]:
+        """Of every place, 1 if it is counted, 0 if it is fed only, −1 in padding; and its block if it is counted.
 
         A GPU is waited for, once for all experts of all layers.
         """
-        kind = self.places[3].cpu()
-        return kind, (kind == 1).long().cumsum(0) - 1, self.blocks.cpu()
+        kinds = self.places[3].cpu()
+        blocks = torch.full_like(kinds, -1)
+        blocks[kinds == 1] = self.blocks.cpu()
+        return kinds, blocks
 
     @property
     def n_tokens(self) -> int:

@@ -60,7 +60,10 @@ class CausalTables:
         layers = tables.layers.merge(layer_columns(self.costs), on="layer", how="left")
         neurons = tables.neurons
         if self.neurons is not None:
-            neurons = with_cost_per_asymmetry(neurons.merge(self.neurons, on=["layer", "neuron"], how="left"))
+            # By place in the layer: in a mixture of experts ``neuron`` is the index within the expert.
+            placed = neurons.assign(place=neurons.groupby("layer").cumcount())
+            costs = self.neurons.rename(columns={"neuron": "place"})
+            neurons = with_cost_per_asymmetry(placed.merge(costs, on=["layer", "place"], how="left").drop(columns="place"))
         return replace(tables, layers=layers, neurons=neurons)
 
     def write(self, folder: Path) -> None:

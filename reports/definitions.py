@@ -129,6 +129,12 @@ DEFINITIONS = (
         "The first positions, which are fed but not counted, are included: massive activations sit there.",
     ),
 )
+MIXTURE = Definition(
+    "expert, token_share, few_tokens",
+    "every Σ over tokens is Σ r² over the tokens routed to the expert, r the routing weight",
+    "What an expert writes is r·h. A layer pools over the neurons of all its experts; a token's own number over those of "
+    "the experts that it went to. Re-paired neurons are of one expert. The shared expert takes every token.",
+)
 CAUSAL = Definition(
     "kl_…, dce_…, …_placebo",
     "KL(base ‖ edited) and CE(edited) − CE(base), in nats per token",
@@ -140,8 +146,9 @@ LIMITS = (
 )
 NEURON_COLUMNS = {
     "layer": "layer of the model, from 0",
-    "neuron": "index in its layer, from 0",
-    "expert": "index of the expert, in a mixture",
+    "expert": "index of the expert in its layer",
+    "neuron": "index in its layer, or in its expert, from 0",
+    "n_tokens": "counted tokens routed to it",
     "score": "‖q‖‖k‖‖v‖",
     "energy_share": "share of its layer's energy",
     "exchange": "asymmetry under a ↔ b, as stored",
@@ -191,6 +198,21 @@ LAYER_COLUMNS = {
     "interaction_antisymmetry": "of the weights alone",
 }
 """The columns of layers.csv that go into the page, with a word on each."""
+EXPERT_COLUMNS = {
+    "n_tokens": "counted tokens routed to it",
+    "token_share": "share of the layer's counted tokens",
+    "energy_share": "share of its layer's energy",
+    "exchange": "asymmetry under a ↔ b, as stored",
+    "exchange_balanced": "the same with k brought to the length and side of q",
+    "exchange_balanced_null_repaired": "what re-paired neurons of the expert give",
+    "scaling_double": "asymmetry under (2a, b/2)",
+    "scaling_flip": "asymmetry under (−a, −b)",
+    "euler_residual": "break of infinitesimal scaling",
+    "bilinear_share": "share of energy that c·ab explains",
+    "gate_positive": "share of open gates",
+    "cos_qk_abs_mean": "mean |cos(q, k)|",
+}
+"""The columns of experts.csv that go into the page, with a word on each."""
 EXTREME_COLUMNS = {
     "size": "|h|·‖v‖ at its largest",
     "h": "h there",

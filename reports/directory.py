@@ -17,6 +17,7 @@ from reports.tables import Tables, tables_of
 
 DPI = 200
 REPORT = "report.html"
+EXPERTS = "experts.csv"
 RANDOM_INIT = "random-init"
 """Folder, inside a run's directory, of the run with random weights that was made with it."""
 
@@ -45,6 +46,8 @@ def write_directory(
         tables.layers.to_csv(folder / "layers.csv", index=False)
         tables.curves.to_csv(folder / "curves.csv", index=False)
         tables.extremes.to_csv(folder / "extremes.csv", index=False)
+        if tables.experts is not None:
+            tables.experts.to_csv(folder / EXPERTS, index=False)
         tables.neurons.to_parquet(folder / "neurons.parquet", index=False)
         (folder / "figures").mkdir()
         figures = draw_all(tables)
@@ -57,9 +60,10 @@ def write_directory(
         said = [] if causal is None else sentences(causal, tables.layers)
         (folder / REPORT).write_text(report_html(run, tables, figures, said), encoding="utf-8")
         written = {path.relative_to(folder) for path in folder.rglob("*")}
-    for stale in (*directory.glob("causal*"), *directory.glob("figures/causal*")):  # of the run that was there before
-        if stale.relative_to(directory) not in written:
-            stale.unlink()
+    for pattern in ("causal*", "figures/causal*", EXPERTS, "figures/experts.png"):  # of the run that was there before
+        for stale in directory.glob(pattern):
+            if stale.relative_to(directory) not in written:
+                stale.unlink()
     return tables
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import pandas as pd
 
 from analysis.run import Run
-from reports.directory import REPORT
+from reports.directory import EXPERTS, REPORT
 from reports.summary import against_chance, remarks, verdict
 from reports.tables import Tables
 
+FILES = ("run.json", "layers.csv", "neurons.parquet", "curves.csv", "extremes.csv", REPORT)
 VERDICT_MEASURES = ("exchange", "exchange_balanced", "scaling_double", "scaling_flip", "bilinear_share")
 
 
@@ -27,14 +28,15 @@ def summary_json(run: Run, tables: Tables, directory: Path) -> str:
         "settings": run.settings,
         "tokens_counted": sum(part["tokens_counted"] for part in run.corpus),
         "verdict": _verdict(tables) | {"sentences": list(verdict(run, tables))},
-        "remarks": list(remarks(run, tables.layers)),
+        "remarks": list(remarks(run, tables.layers, tables.experts)),
         "acceptance": list(run.acceptance),
         "failed_controls": [control for control in run.controls if not control["passed"]],
         "skipped_layers": {str(layer): reason for layer, reason in run.skipped.items()},
         "missing": run.missing(),
         "layers": records(tables.layers),
+        **({} if tables.experts is None else {"experts": records(tables.experts)}),
         "directory": str(directory),
-        "files": files_of(directory, ("run.json", "layers.csv", "neurons.parquet", "curves.csv", "extremes.csv", REPORT)),
+        "files": files_of(directory, FILES if tables.experts is None else (*FILES, EXPERTS)),
     }
     return to_json(document)
 

@@ -3,7 +3,7 @@
 They are drawn on plain Figure objects, never through pyplot, so they need no display and leave no state behind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -13,6 +13,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from analysis.experts import SHARED
 from analysis.jackknife import t95
 from reports.tables import Tables
 
@@ -110,15 +111,50 @@ def neuron_exchange(neurons: pd.DataFrame, ax: Axes) -> Axes:
     return ax
 
 
+def experts_by_layer(experts: pd.DataFrame, ax: Axes) -> Axes:
+    """Balanced exchange of every expert, one column of points a layer; hollow where it saw few tokens."""
+    _experts(experts, experts["layer"], ax, dict.fromkeys(experts["layer"], POOLED))
+    ax.set(title="Experts of each layer", ylabel="exchange asymmetry, balanced")
+    return _by_layer(ax)
+
+
+def experts_by_share(experts: pd.DataFrame, ax: Axes) -> Axes:
+    """The same against the share of the layer's tokens that the expert took; the darker, the later the layer."""
+    layers = list(dict.fromkeys(experts["layer"]))
+    colors = dict(zip(layers, sns.color_palette("crest", len(layers)), strict=True))
+    _experts(experts, experts["token_share"], ax, colors)
+    ax.set(title="By share of tokens", xlabel="share of tokens", xscale="log")
+    return ax
+
+
+def _experts(experts: pd.DataFrame, x: pd.Series, ax: Axes, colors: Mapping[int, tuple[float, float, float]]) -> None:
+    """One point an expert that has a number: filled with the color of its layer, or hollow."""
+    known = experts["exchange_balanced"].notna()
+    for shared, marker in ((False, "o"), (True, "D")):
+        for few in (False, True):
+            chosen = experts[known & ((experts["expert"] == SHARED) == shared) & (experts["few_tokens"] == few)]
+            if len(chosen):
+                edge = [colors[layer] for layer in chosen["layer"]]
+                ax.scatter(
+                    x[chosen.index], chosen["exchange_balanced"], s=16, marker=marker, linewidths=0.8,
+                    edgecolors=edge, facecolors="none" if few else edge,
+                    label=f"{'shared' if shared else 'routed'}{', few tokens' if few else ''}",
+                )  # fmt: skip
+    ax.set_ylim(0, None)
+
+
 def draw_all(tables: Tables) -> dict[str, Figure]:
     """Every figure of a run's directory, by file name without its ending."""
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"):
-        return {
+        figures = {
             "exchange": _exchange(tables.layers),
             "measures": _measures(tables.layers),
             "scaling": _single(lambda ax: scaling_heatmap(tables.curves, ax), height=1.6 + 0.16 * len(tables.layers)),
             "neurons": _single(lambda ax: neuron_exchange(tables.neurons, ax)),
         }
+        if tables.experts is not None and tables.experts["exchange_balanced"].notna().any():
+            figures["experts"] = _experts_figure(tables.experts)
+        return figures
 
 
 def _single(draw: Callable[[Axes], Axes], height: float = 4.0) -> Figure:
@@ -135,6 +171,14 @@ def _exchange(layers: pd.DataFrame) -> Figure:
     exchange_by_layer(layers, below, "exchange_balanced")
     above.set_xlabel("")
     return _with_legend(figure, above)
+
+
+def _experts_figure(experts: pd.DataFrame) -> Figure:
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    experts_by_layer(experts, left)
+    experts_by_share(experts, right)
+    return _with_legend(figure, left)
 
 
 def _measures(layers: pd.DataFrame) -> Figure:

@@ -12,13 +12,17 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from analysis.estimates import FEW_EXPERT_TOKENS
+from analysis.experts import expert_name, neuron_name
 from analysis.run import Run
 from reports.definitions import (
     CAUSAL,
     DEFINITIONS,
+    EXPERT_COLUMNS,
     EXTREME_COLUMNS,
     LAYER_COLUMNS,
     LIMITS,
+    MIXTURE,
     NEURON_COLUMNS,
     NOTATION,
 )
@@ -29,6 +33,8 @@ from reports.tables import Tables
 
 EXTREMES_SHOWN = 3
 """Extreme neurons of each layer on the page."""
+EXPERTS_SHOWN = 1024
+"""Experts on the page; the page says so where there are more."""
 CAUSAL_PREFIXES = ("kl_", "dce_")
 CAPTIONS = {
     "exchange": (
@@ -58,6 +64,10 @@ CAPTIONS = {
     "measures": (
         "The other measures",
         "Pooled, with 95 % intervals; medians over tokens and nulls where there are any. The last two are shares.",
+    ),
+    "experts": (
+        "Experts",
+        "Balanced exchange of every expert, by layer and by the share of tokens that it took; hollow where it saw few.",
     ),
     "neurons": ("Single neurons", "How the exchange asymmetry, as stored, is spread over the neurons of each layer."),
 }
@@ -91,7 +101,7 @@ def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: 
         "report.html",
         model=run.model,
         verdict=[*verdict(run, tables), *costs],
-        remarks=list(remarks(run, layers)),
+        remarks=list(remarks(run, layers, tables.experts)),
         acceptance=run.acceptance,
         controls=run.controls,
         passed=run.passed,
@@ -99,13 +109,17 @@ def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: 
         layer_columns=_present(layer_columns, layers),
         layers=_rows(layers, _present(layer_columns, layers)),
         few_tokens=set(layers.loc[layers["few_tokens"], "layer"]),
+        experts=[] if tables.experts is None else _experts(tables.experts),
+        n_experts=0 if tables.experts is None else len(tables.experts),
+        expert_columns=EXPERT_COLUMNS,
+        few_expert_tokens=FEW_EXPERT_TOKENS,
         neurons=packed(tables.neurons[list(_present(NEURON_COLUMNS, tables.neurons))]),
         neuron_columns=_present(NEURON_COLUMNS, tables.neurons),
         n_neuron_columns=len(tables.neurons.columns),
         extreme_columns=EXTREME_COLUMNS,
         extremes=_extremes(tables.extremes),
         notation=NOTATION,
-        definitions=(*DEFINITIONS, CAUSAL) if causal else DEFINITIONS,
+        definitions=(*DEFINITIONS, *([] if tables.experts is None else [MIXTURE]), *([CAUSAL] if causal else [])),
         limits=LIMITS,
         command=run.record.get("command"),
         provenance=provenance(run),
@@ -133,7 +147,16 @@ def _rows(table: pd.DataFrame, columns: Mapping[str, str]) -> list[tuple[int, li
 def _extremes(table: pd.DataFrame) -> list[dict[str, Any]]:
     """The largest of each layer, with the text of the token they were largest on."""
     largest = table.groupby("layer", sort=False).head(EXTREMES_SHOWN)
-    return largest.where(largest["text"].notna(), {"text": ""}).to_dict(orient="records")
+    rows = largest.where(largest["text"].notna(), {"text": ""}).to_dict(orient="records")
+    return [row | {"name": neuron_name(row)} for row in rows]
+
+
+def _experts(table: pd.DataFrame) -> list[tuple[int, int, str, bool, list[Cell]]]:
+    """Layer, number and name of each expert, whether it saw few tokens, its cells; of many experts the largest."""
+    largest = table.loc[table["energy_share"].fillna(-1).nlargest(EXPERTS_SHOWN).index.sort_values()]
+    cells = (cells for _, cells in _rows(largest, EXPERT_COLUMNS))
+    columns = (largest[name].tolist() for name in ("layer", "expert", "few_tokens"))
+    return [(layer, expert, expert_name(expert), few, row) for layer, expert, few, row in zip(*columns, cells, strict=True)]
 
 
 def provenance(run: Run) -> dict[str, dict[str, str]]:

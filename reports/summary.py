@@ -10,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from analysis.discovery import FALSE_DISCOVERY_RATE
-from analysis.estimates import CHANGED, TOKEN_MEASURES
+from analysis.estimates import CHANGED, FEW_EXPERT_TOKENS, TOKEN_MEASURES
+from analysis.experts import SHARED, neuron_name
 from analysis.jackknife import FEW_BLOCKS
 from analysis.run import Run
 from reports.figures import interval
@@ -46,7 +47,7 @@ def print_summary(run: Run, tables: Tables, directory: Path, console: Console) -
         console.print(sentence, highlight=False, markup=False)
     console.print()
     console.print(layer_table(tables.layers))
-    for sentence in remarks(run, tables.layers):
+    for sentence in remarks(run, tables.layers, tables.experts):
         console.print(f"! {sentence}", highlight=False, markup=False)
     console.print(f"files are in {directory}/", highlight=False, markup=False, soft_wrap=True)
 
@@ -73,6 +74,8 @@ def verdict(run: Run, tables: Tables) -> Iterator[str]:
         f"{model['name']} ({model['weights']}; {model['dtype']}): {len(layers)} of {model['n_layers']} layers, "
         f"gate {', '.join(model['units'])}, {tokens:,} tokens counted."
     )
+    if tables.experts is not None:
+        yield mixture(tables)
     yield (
         f"Exchanging gate and up: asymmetry {_span(layers['exchange'])} (0 = no change, {CHANCE} = unrelated); "
         f"{_degree(layers['exchange'])} broken, most in layer {_at_max(layers, 'exchange')}. "
@@ -89,6 +92,20 @@ def verdict(run: Run, tables: Tables) -> Iterator[str]:
     share = layers["bilinear_share"]
     spread = f"{share.min():.0%} to {share.max():.0%}"
     yield f"A purely bilinear unit c·ab explains {share.median():.0%} of the energy (layers {spread})."
+
+
+def mixture(tables: Tables) -> str:
+    """Of how many experts the layers are mixtures, and how many of them a token goes to, from what was counted."""
+    assert tables.experts is not None
+    routed = tables.experts[tables.experts["expert"] != SHARED]
+    by_layer = routed.groupby("layer")
+    a_token = by_layer["token_share"].sum()
+    shared = " and one that all of them share" if len(routed) < len(tables.experts) else ""
+    which = "Its layers are mixtures" if len(by_layer) == len(tables.layers) else f"{len(by_layer)} layers are mixtures"
+    return (
+        f"{which} of {_extent(by_layer.size(), 'd')} experts, {_extent(a_token, '.3g')} of them a token{shared}: numbers "
+        "pool over experts, and a token counts with the square of its routing weight."
+    )
 
 
 def against_chance(layers: pd.DataFrame) -> dict[str, tuple[int, int]]:
@@ -119,11 +136,13 @@ def _against_chance(tables: Tables) -> Iterator[str]:
         )
 
 
-def remarks(run: Run, layers: pd.DataFrame) -> Iterator[str]:
+def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None) -> Iterator[str]:
     """What a reader must know before believing a number: outliers, sinks, failed checks, skipped layers."""
     if 1 < (blocks := int(layers["n_blocks"].min())) < FEW_BLOCKS:
         yield f"errors rest on {blocks} blocks of sequences, fewer than {FEW_BLOCKS}: give more text"
     yield from _carried(run, layers)
+    if experts is not None:
+        yield from _seen_little(experts)
     for row in layers[layers["effective_neurons"] < FEW_NEURONS].itertuples():
         yield (
             f"layer {row.layer}: effectively {row.effective_neurons:.1f} of {row.n_neurons:,} neurons make its pooled "
@@ -158,8 +177,37 @@ def _carried(run: Run, layers: pd.DataFrame) -> Iterator[str]:
             f"layer {index}: its energy sits in effectively {row['effective_tokens']:.0f} of {row['n_tokens']:,} tokens"
             f"{f' (without 0.1 % of them: {without})' if without else ''}; the heaviest is {top['text']!r} at window "
             f"{top['window']}, position {top['position']}, with {top['energy_share']:.0%} of the energy, most in neuron "
-            f"{top['neuron']}: read the token median"
+            f"{neuron_name(top)}: read the token median"
         )
+
+
+def _seen_little(experts: pd.DataFrame) -> Iterator[str]:
+    """How many experts saw few tokens or none, and in which layers."""
+    few, none = experts[experts["few_tokens"]], experts[experts["n_tokens"] == 0]
+    if len(few):
+        without = f", {len(none)} of them none ({_ranges(none['layer'])})" if len(none) else ""
+        yield (
+            f"{len(few):,} of {len(experts):,} experts saw fewer than {FEW_EXPERT_TOKENS} counted tokens{without}: "
+            f"their own numbers are unsure, give more text ({_ranges(few['layer'])})"
+        )
+
+
+def _ranges(layers: pd.Series) -> str:
+    """Layers in few words: layers 0-5, 8."""
+    runs: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'' if listed.isdecimal() else 's'} {listed}"
+
+
+def _extent(values: pd.Series, form: str) -> str:
+    """One number, or the smallest and the largest."""
+    low, high = (format(value, form) for value in (values.min(), values.max()))
+    return low if low == high else f"{low} to {high}"
 
 
 def layer_table(layers: pd.DataFrame) -> Table:

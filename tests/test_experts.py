@@ -2,25 +2,33 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from analysis.experts import SHARED
-from analysis.extremes import TOP_TOKENS
-from analysis.fused import EXPERT_TILE, TILE, FusedReducer
-from analysis.geometry import Geometry
+from analysis import tile
+from analysis.estimates import FEW_EXPERT_TOKENS, Estimates
+from analysis.experts import SHARED, expert_slices, index_within, neuron_name
+from analysis.extremes import TOP_TOKENS, Heaviest, TopTokens
+from analysis.fused import EXPERT_TILE, TILE, FusedReducer, _tiled
+from analysis.geometry import Geometry, derangements
+from analysis.interactions import antisymmetric_share, pooled_antisymmetric_share
 from analysis.moments import BLOCK_RATIO_BINS, ENERGY_BINS, N_BLOCKS, N_GROUPS, RATIO_BINS, Accumulator, Moments
-from analysis.sums import QUADRANTS
+from analysis.nulls import Law, gaussian_nulls
+from analysis.pairing import experts_pairing_variance, pairing_variance
+from analysis.sums import QUADRANTS, Layout
 from analysis.tile import TileReducer
-from analysis.totals import Reducer
+from analysis.tile_sums import tile_sums
+from analysis.totals import Reducer, TokenSums, Totals
 from analysis.units import GatedUnit
 from analysis.window import Batch, Window
 from tests import reference
 from tests.analysis_helpers import Case, assert_close, random_case
+from tests.test_compiled import Waits, graphs, needs_compiler
 
 LENGTHS, BLOCKS = (7, 12, 9, 5), (0, 0, 5, 15)
 
@@ -332,8 +340,6 @@ def test_the_fused_loop_gives_the_sums_of_the_torch_loop(lengths: tuple[int, ...
 
 
 def test_an_experts_runs_are_cut_into_long_and_short_tiles() -> None:
-    from analysis.fused import _tiled
-
     batch = batch_of((TILE + 1, 101, 2 * EXPERT_TILE + 2), (0, 0, 1))
     fed = batch.fed
     routed = batch.routed(fed, torch.ones(len(fed)))
@@ -434,3 +440,239 @@ def test_places_that_cannot_be_routed_are_refused(layer: Mixture, places: list[i
 def test_reducers_of_another_width_are_refused(layer: Mixture) -> None:
     with pytest.raises(ValueError, match="the reducers take 12 neurons, the layer has 11"):
         Accumulator(11, layer.reducers())
+
+
+# --- numbers of a layer and of its experts ---
+
+
+def many_blocks(**options: Any) -> Mixture:
+    """A window in every jackknife block."""
+    return mixture(lengths=(9, 12, 7, 12) * 4, blocks=tuple(range(16)), **options)
+
+
+def estimates_of(layer: Mixture, kind: str = "exact") -> Estimates:
+    case = layer.cases[0]
+    return Estimates(case.unit, layer.moments(kind), layer.geometry, layer.partners, layer.experts)
+
+
+@pytest.fixture(scope="module")
+def wide() -> Mixture:
+    return many_blocks()
+
+
+@pytest.fixture(scope="module")
+def estimates(wide: Mixture) -> Estimates:
+    return estimates_of(wide)
+
+
+def test_an_experts_numbers_pool_its_neurons_as_the_twin_does(wide: Mixture, estimates: Estimates) -> None:
+    twin = Twin(wide)
+    places = [place for place, *_ in twin.tokens()]
+    table, rows = twin.table(places), estimates.moments.layout.rows
+    energies = table[rows["hh"]][0] * twin.weight
+    numbers = {row["expert"]: row for row in estimates.expert_numbers()}
+    assert list(numbers) == [0, 1, 2, SHARED]
+    for (start, case, weight), row in zip(
+        zip(wide.starts, wide.cases, wide.routing, strict=True), numbers.values(), strict=True
+    ):
+        mine = slice(start, start + len(case.q))
+        routed = sum(not math.isnan(weight[place]) for place in places)
+        assert (row["n_neurons"], row["n_tokens"]) == (len(case.q), routed)
+        assert row["token_share"] == routed / len(places)
+        assert row["few_tokens"] is (routed < FEW_EXPERT_TOKENS)
+        assert row["energy_share"] == pytest.approx(float(energies[mine].sum() / energies.sum()), rel=1e-12)
+        pooled = {name: float((table[at][0, mine] * twin.weight[mine]).sum()) for name, at in rows.items()}
+        if not routed:
+            continue
+        for name, own, other in (
+            ("exchange", "hh", "exchange"),
+            ("exchange_balanced", "balanced_hh", "balanced_exchange"),
+            ("placement_balanced", "balanced_hh", "balanced_placement"),
+        ):
+            expected = pooled[f"{other}_gap"] / (2 * (pooled[own] + pooled[other]))
+            assert row[name] == pytest.approx(expected, rel=1e-9)
+        assert row["euler_residual"] == pytest.approx(math.sqrt(pooled["euler"] / pooled["hh"]), rel=1e-9)
+        h_ab, abab = table[rows["h_ab"]][0, mine], table[rows["abab"]][0, mine]
+        share = float((twin.weight[mine] * h_ab**2 / abab).sum()) / pooled["hh"]
+        assert row["bilinear_share"] == pytest.approx(share, rel=1e-9)
+        opened = (case.a[[place for place in places if not math.isnan(weight[place])]] > 0).double().mean()
+        assert row["gate_positive"] == pytest.approx(float(opened), rel=1e-12)
+
+
+def test_an_expert_without_tokens_has_no_numbers_but_those_of_its_weights(estimates: Estimates) -> None:
+    idle = estimates.expert_numbers()[1]
+    known = {name for name, value in idle.items() if not math.isnan(value)}
+    assert known == {"expert", "n_neurons", "n_tokens", "token_share", "energy_share", "few_tokens", "cos_qk_abs_mean"}
+    assert (idle["n_tokens"], idle["energy_share"], idle["few_tokens"]) == (0, 0.0, True)
+    assert estimates.idle_experts == [1]
+
+
+def test_a_layer_with_an_idle_expert_has_all_its_numbers(estimates: Estimates) -> None:
+    """What the expert lacks is left out, it makes no number of the layer missing."""
+    missing = [name for name, value in estimates.layer_numbers().items() if math.isnan(value)]
+    assert missing == []
+    assert all(math.isfinite(x) for column in estimates.curve_numbers().values() for x in column[1:-1])
+    neurons = estimates.neuron_numbers()
+    assert neurons["exchange"].isnan().tolist() == [False] * 3 + [True] * 2 + [False] * 7
+    assert neurons["n_tokens"].dtype == torch.int64
+    assert neurons["n_tokens"].tolist()[3:5] == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["exchange", "exchange_balanced", "scaling_double", "bilinear_share"])
+def test_an_experts_error_is_that_of_leaving_out_groups_of_blocks(wide: Mixture, estimates: Estimates, name: str) -> None:
+    replicates = []
+    for group in range(N_GROUPS):
+        kept = torch.tensor([block * N_GROUPS // N_BLOCKS != group for block in wide.blocks]).repeat_interleave(12)
+        rest = wide.weighted(lambda weight, kept=kept: torch.where(kept, weight, torch.nan))  # type: ignore[misc]
+        replicates.append(estimates_of(rest).expert_numbers()[2][name])
+    error = estimates.expert_numbers()[2][f"{name}_se"]
+    assert error == pytest.approx(reference.jackknife(replicates), rel=1e-4)
+
+
+def test_an_expert_that_was_seen_in_one_group_only_has_no_error() -> None:
+    """Its sums without that group are nothing, not the rounding of single precision."""
+    wide = many_blocks(dtype=torch.float32)
+    first = torch.arange(len(wide.routing[0])) < 24
+    routing = (torch.where(first, wide.routing[0], torch.nan), *wide.routing[1:])
+    numbers = estimates_of(replace(wide, routing=routing)).expert_numbers()
+    assert numbers[0]["n_tokens"] > 0
+    assert math.isfinite(numbers[0]["exchange"])
+    for name in ("exchange_se", "exchange_balanced_se", "scaling_flip_se", "bilinear_share_se"):
+        assert math.isnan(numbers[0][name]), name
+        assert math.isfinite(numbers[2][name]), name
+
+
+def test_the_gaussian_null_weighs_neurons_by_the_tokens_they_saw(wide: Mixture, estimates: Estimates) -> None:
+    """From moments with weights r², by loops; pooled as the sums over those tokens would be."""
+    twin, gap, scale = Twin(wide), 0.0, 0.0
+    for case, weight in zip(wide.cases, wide.routing, strict=True):
+        places = [place for place, *_ in twin.tokens() if not math.isnan(weight[place])]
+        if not places:
+            continue
+        r2 = [float(weight[place]) ** 2 for place in places]
+        total = math.fsum(r2)
+
+        def mean(x: Tensor, places: list[int] = places, r2: list[float] = r2, total: float = total) -> Tensor:
+            return sum(r * x[place] for r, place in zip(r2, places, strict=True)) / total
+
+        mean_a, mean_b = mean(case.a), mean(case.b)
+        std_a, std_b = (mean((x - m) ** 2).sqrt() for x, m in ((case.a, mean_a), (case.b, mean_b)))
+        law = Law(mean_a, mean_b, std_a, std_b, mean((case.a - mean_a) * (case.b - mean_b)) / (std_a * std_b))
+        null = gaussian_nulls(law, case.unit, case.balance, ())["exchange_balanced"]
+        gap += total * float(null.gap @ case.weight)
+        scale += total * float(null.scale @ case.weight)
+    numbers = estimates.layer_numbers()
+    assert numbers["exchange_balanced_null_gaussian"] == pytest.approx(gap / scale, rel=1e-9)
+    assert numbers["exchange_balanced_excess_gaussian_se"] > 0
+
+
+def test_the_chance_of_pairing_is_that_of_each_expert(estimates: Estimates, wide: Mixture) -> None:
+    parts = torch.randn(3, wide.d_mlp, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    together, alone = experts_pairing_variance(parts, wide.partners, wide.experts), []
+    for start, case in zip(wide.starts, wide.cases, strict=True):
+        alone.append(pairing_variance(parts[:, start : start + len(case.q)], case.partners))
+    assert together == pytest.approx(sum(alone), rel=1e-12)
+    assert together != pytest.approx(pairing_variance(parts, wide.partners), rel=1e-3)
+    assert estimates.layer_numbers()["exchange_excess_repaired_se"] > 0
+
+
+@pytest.mark.parametrize("kind", ["exact", "fused"])
+def test_planted_an_expert_with_equal_query_and_key_is_not_broken(kind: str) -> None:
+    wide = many_blocks(dtype=torch.float32)
+    same = wide.cases[2].with_data(lambda a, b: (a, a), k=wide.cases[2].q)
+    numbers = estimates_of(replace(wide, cases=(*wide.cases[:2], same, wide.cases[3])), kind).expert_numbers()
+    assert numbers[2]["exchange"] == pytest.approx(0, abs=1e-12)
+    assert numbers[2]["exchange_balanced"] == pytest.approx(0, abs=1e-12)
+    assert numbers[2]["cos_qk_abs_mean"] == pytest.approx(1)
+    assert numbers[0]["exchange_balanced"] > 0.01
+    assert numbers[2]["scaling_double"] > 1e-3
+
+
+def test_neurons_are_named_by_expert_and_index(wide: Mixture, estimates: Estimates) -> None:
+    extremes = estimates.extreme_neurons(12)
+    at = [wide.starts[expert] + neuron for expert, neuron in zip(extremes["expert"], extremes["neuron"], strict=True)]
+    size = estimates.moments.peaks.values[0].abs() * wide.geometry.norm_v
+    assert sorted(at) == list(range(12))
+    torch.testing.assert_close(extremes["size"], size[torch.tensor(at)], rtol=0, atol=0, equal_nan=True)
+    (place,) = estimates.top_tokens()
+    neuron = int(estimates.moments.top_tokens.places[3, 0])
+    assert (place["expert"], place["neuron"]) == (int(wide.experts[neuron]), neuron - wide.starts[place["expert"]])
+
+
+@pytest.mark.parametrize(("experts", "names"), [([0, 0, 1, -1], "0:0 0:1 1:0 shared:0"), ([2, 5, 5], "2:0 5:0 5:1")])
+def test_index_within_an_expert(experts: list[int], names: str) -> None:
+    numbers = torch.tensor(experts)
+    places = zip(experts, index_within(numbers).tolist(), strict=True)
+    assert " ".join(neuron_name({"expert": expert, "neuron": neuron}) for expert, neuron in places) == names
+    assert neuron_name({"neuron": 7}) == neuron_name({"expert": math.nan, "neuron": 7.0}) == "7"
+
+
+@pytest.mark.parametrize("experts", [[1, 0], [0, 1, 0], [-1, 0], [0, -2], [-1, 3]])
+def test_experts_out_of_order_are_refused(experts: list[int]) -> None:
+    with pytest.raises(ValueError, match="not in order"):
+        expert_slices(torch.tensor(experts))
+
+
+def test_the_interaction_tensors_of_experts_are_their_own() -> None:
+    """Σ antisymmetric energy over Σ energy, every tensor made in full."""
+    generator = torch.Generator().manual_seed(0)
+    experts = [tuple(torch.randn(3, n, 5, generator=generator, dtype=torch.float64)) for n in (4, 1, 7)]
+    odd = whole = 0.0
+    for q, k, v in experts:
+        tensor = torch.einsum("ju,ja,jb->uab", v, q, k)
+        odd += float(((tensor - tensor.mT) / 2).square().sum())
+        whole += float(tensor.square().sum())
+    assert pooled_antisymmetric_share(iter(experts)) == pytest.approx(odd / whole, rel=1e-12)
+    together = antisymmetric_share(*(torch.cat(x) for x in zip(*experts, strict=True)))
+    assert together != pytest.approx(odd / whole, rel=1e-3)
+
+
+# --- compiled, and without waiting ---
+
+
+@needs_compiler
+def test_experts_need_no_compilation_of_their_own() -> None:
+    """Dense layers, then experts with weights, in one graph."""
+    case = random_case("silu", (400,), 6, dtype=torch.float32)
+    case = replace(case, layout=Layout((0.5,), 1), partners=derangements(6, 1, 0))
+    layer = case.unit, case.layout, case.geometry, case.pairing
+
+    def reduced(compiled: bool, routed: bool) -> tuple[Moments, str]:
+        made = TileReducer(*layer, dtype=torch.float32, tile=256 if compiled else None, compiled=compiled)
+        accumulator, batch = Accumulator(6, [made]), batch_of((400,), (3,))
+        if routed:
+            places = torch.arange(0, 400, 2)
+            weight = torch.linspace(-1, 1, 200)
+            accumulator.add_experts([(0, case.a[places], case.b[places], places, weight)], batch)
+        else:
+            accumulator.add(case.a[None], case.b[None], batch)
+        return accumulator.moments(), accumulator.kind
+
+    reduced(True, False)
+    before = graphs()
+    found, kind = reduced(True, True)
+    assert (kind, graphs()) == ("compiled", before)
+    expected, kind = reduced(False, True)
+    assert kind == "eager"
+    assert_same(found, expected, 1e-5, ("token_ratios", "token_ratio_blocks", "by_energy"))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_experts_tiles_wait_for_nothing(layer: Mixture, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On meta, tensors have no values that could be read."""
+    monkeypatch.setattr(tile, "compiled_sums", tile_sums)
+    case = layer.cases[0]
+    _, a, b, places, weight = next(layer.parts())
+    routed = layer.batch.routed(places, weight)
+    moved = {field.name: getattr(layer.batch, field.name) for field in fields(Batch) if field.init}
+    moved |= {name: x.to("meta") for name, x in moved.items() if isinstance(x, Tensor)}
+    made = TileReducer(case.unit, case.layout, case.geometry, case.pairing, "meta", tile=128, compiled=compiled)
+    monkeypatch.setattr(made, "_proved", True)
+    totals, whole = Totals.empty(layer.d_mlp, case.layout, "meta"), Batch(**moved)
+    a, b, places, weight = (x.to("meta") for x in (a, b, places, weight))
+    tokens, heaviest = TokenSums.empty(len(case.layout.token_measures), 29, "meta"), Heaviest.empty(29, "meta")
+    with Waits():
+        part = whole._part(places, weight, routed.runs)
+        tokens.add_at(part.ranks, made.add(a, b, part, totals.of(slice(0, 3))))  # type: ignore[arg-type]
+        heaviest.see(a[part.counted], made.value_weight, part.ranks, 0)  # type: ignore[arg-type]
+        TopTokens.among(tokens.energy, heaviest, whole)

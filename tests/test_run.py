@@ -126,7 +126,7 @@ def test_missing_numbers_have_a_reason(llama: LoadedModel, run: Run) -> None:
     assert set(few.missing()) == {"*_se", "scaling_half", "scaling_flip"}
     layer = run.layers[0]
     silent = replace(layer.moments, neuron=replace(layer.moments.neuron, values=layer.moments.neuron.values.clone()))
-    silent.neuron.values[:, 3] = 0
+    silent.neuron.values[silent.layout.rows["hh"], 3] = 0
     dead = replace(run, layers={0: replace(layer, moments=silent)})
     assert "1 in layer 0" in dead.missing()["neurons without energy"]
 

@@ -4,6 +4,7 @@
 
 const ROW_HEIGHT = 24;
 const OVERSCAN = 12;
+const SHARED = -1;
 
 /** Make a heading a button; calls back with the new direction, first descending as large values are what one looks for. */
 function sortable(heading, sort) {
@@ -61,10 +62,11 @@ function parseSearch(text, columns) {
   };
   const spaced = text.replace(/\s*(>=|<=|>|<|=)\s*/g, "$1").trim();
   const tests = (spaced ? spaced.split(/\s+/) : []).map(word => {
-    const place = word.match(/^(?:(\d+):)?(\d+)$/);
-    if (place) {
-      const [, layer, neuron] = place;
-      return row => columns.neuron[row] === Number(neuron) && (layer === undefined || columns.layer[row] === Number(layer));
+    const place = word.match(/^(?:(\d+):)?(?:(\d+|shared):)?(\d+)$/);
+    if (place && (place[2] === undefined || columns.expert)) {
+      const [layer, expert, neuron] = place.slice(1).map(part => (part === "shared" ? SHARED : part && Number(part)));
+      return row => columns.neuron[row] === neuron && (layer === undefined || columns.layer[row] === layer)
+        && (expert === undefined || columns.expert[row] === expert);
     }
     const [, name, sign, bound] = word.match(/^(\w+)(>=|<=|>|<|=)([-+.\deE]+)$/) ?? [];
     if (!Object.hasOwn(columns, name ?? "") || Number.isNaN(Number(bound))) throw word;
@@ -74,7 +76,8 @@ function parseSearch(text, columns) {
   return row => tests.every(test => test(row));
 }
 
-function shown(value) {
+function shown(value, name) {
+  if (name === "expert" && value === SHARED) return "shared";
   if (Number.isNaN(value)) return "–";
   const size = Math.abs(value);
   const digits = value === 0 || Number.isInteger(value) ? String(value) : size < 1e-3 || size >= 1e5 ? value.toExponential(3) : value.toPrecision(4);
@@ -148,7 +151,7 @@ class NeuronTable {
     for (let place = first; place < last; place++) {
       const row = document.createElement("tr");
       row.setAttribute("aria-rowindex", place + 2);
-      for (const name of this.names) row.insertCell().textContent = shown(this.columns[name][this.order[place]]);
+      for (const name of this.names) row.insertCell().textContent = shown(this.columns[name][this.order[place]], name);
       drawn.append(row);
     }
     this.body.replaceChildren(this.above, drawn, this.below);
