@@ -30,6 +30,7 @@ from hooks.builtin import BUILTINS, SOURCE_FILE, builtin_directory, builtin_name
 from hooks.checkpoint import INDEX, SINGLE, read_checkpoint
 from hooks.gguf import gguf_format, load_gguf
 from hooks.quantized import OF_WEIGHTS, REMEDY, read_quantized
+from hooks.weights import SPREAD, spreading
 
 HUB_TIMEOUT_S = 10
 
@@ -139,24 +140,20 @@ def _second_copies(files: list[str]) -> list[str]:
 
 
 def load_files(
-    source: Source, precision: torch.dtype, trust_remote_code: bool
+    source: Source, precision: torch.dtype, trust_remote_code: bool, *, spread: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in this precision and its tokenizer; UserError if the files do not make one."""
+    """The model in this precision and its tokenizer; UserError if the files do not make one.
+
+    With ``spread``, over all GPUs, the CPU's memory and disk, as much as is needed of each. GGUF comes in float32.
+    """
     if source.path.is_file():
+        if spread:
+            raise UserError(f"{source.name} is dequantized on one device: use another --device than {SPREAD}")
         return load_gguf(source.path)
     config = read_config(source.path, source.name, trust_remote_code)
-    auto = auto_class_for(config, source.name)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    quantized = read_quantized(source.path, read_checkpoint(source.path))
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        if quantized is None:
-            model, info = auto.from_pretrained(
-                source.path, dtype=precision, use_safetensors=True, output_loading_info=True, **options
-            )
-        else:
-            model, info = _from_state(
-                *model_class_for(auto, config, source.path, trust_remote_code), quantized.state(precision), precision
-            )
+        model, info = _loaded(source, config, precision, options, spreading() if spread else {})
         tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
     except UserError:
         raise
@@ -167,14 +164,28 @@ def load_files(
     return model, tokenizer
 
 
+def _loaded(
+    source: Source, config: PreTrainedConfig, precision: torch.dtype, options: dict[str, bool], places: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and what transformers says of the weights that it missed and of those it had no use for."""
+    auto = auto_class_for(config, source.name)
+    quantized = read_quantized(source.path, read_checkpoint(source.path))
+    if quantized is None:
+        return auto.from_pretrained(
+            source.path, dtype=precision, use_safetensors=True, output_loading_info=True, **options, **places
+        )
+    kind, config = model_class_for(auto, config, source.path, options["trust_remote_code"])
+    return _from_state(kind, config, quantized.state(precision), precision, places)
+
+
 def _from_state(
-    kind: Any, config: PreTrainedConfig, state: dict[str, Tensor], precision: torch.dtype
+    kind: Any, config: PreTrainedConfig, state: dict[str, Tensor], precision: torch.dtype, places: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model that plain weights make; its configuration then says nothing of how they were stored."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    return kind.from_pretrained(None, config=config, state_dict=state, dtype=precision, output_loading_info=True)
+    return kind.from_pretrained(None, config=config, state_dict=state, dtype=precision, output_loading_info=True, **places)
 
 
 def _check_complete(model: PreTrainedModel, info: dict[str, Any], name: str) -> None:
