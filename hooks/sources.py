@@ -29,7 +29,7 @@ from hooks.architectures import auto_class_for, model_class_for, read_config
 from hooks.builtin import BUILTINS, SOURCE_FILE, builtin_directory, builtin_named
 from hooks.checkpoint import INDEX, SINGLE, read_checkpoint
 from hooks.gguf import gguf_format, load_gguf
-from hooks.quantized import OF_WEIGHTS, REMEDY, read_quantized
+from hooks.quantized import OF_WEIGHTS, REMEDY, quantization_in, read_quantized, readable_method
 from hooks.weights import SPREAD, spreading
 
 HUB_TIMEOUT_S = 10
@@ -100,9 +100,11 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Sourc
     """A snapshot of the hub's files on this machine, or the cached one if the hub cannot be reached."""
     patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
     unread: list[str] = []
+    stated: dict[str, Any] = {}
     try:
         info = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-        commit, unread = info.sha, _second_copies([file.rfilename for file in info.siblings or ()])
+        commit, stated = info.sha, info.config or {}
+        unread = _second_copies([file.rfilename for file in info.siblings or ()])
     except GatedRepoError as error:
         raise UserError(f"{name} is gated: accept its terms on its page and log in with 'hf auth login'") from error
     except RevisionNotFoundError as error:
@@ -111,6 +113,8 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Sourc
         raise UserError(f"the hub has no model {name}: check the name, or log in if it is private") from error
     except Exception:  # whatever the network raised (its classes change with the client): the cache may still serve
         commit = None
+    if settings := quantization_in(stated):
+        readable_method(settings, name)  # before the download
     try:
         path = snapshot_download(
             name,
