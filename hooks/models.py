@@ -33,6 +33,7 @@ from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
 from hooks.proof import configured_activations, find_sites
 from hooks.sites import Found, Mixture, Site
 from hooks.sources import Source, load_files, locate
+from hooks.weights import SPREAD, in_precision, is_spread, offloaded, place_of
 from hooks.wrapped import named, wrap
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -158,7 +159,7 @@ def load_model(
 
     Args:
         name: built-in name, hub id, directory or .gguf file.
-        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:1``.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda``, ``cuda:1``, ``spread`` (all GPUs, memory, disk).
         dtype: precision of weights and forward pass: float32, bfloat16, float16, float64.
         revision: branch, tag or commit of a hub model.
         trust_remote_code: run the Python code that comes with a hub model or a directory.
@@ -168,13 +169,23 @@ def load_model(
     Raises:
         UserError: the model is not there, is damaged, or has no layer that is a gated MLP.
     """
-    place, precision = resolve_device(device), resolve_dtype(dtype)
+    spread = device == SPREAD
+    place, precision = resolve_device("auto" if spread else device), resolve_dtype(dtype)
+    if spread and random_seed is not None:
+        raise UserError(f"random weights are drawn on one device: use another --device than {SPREAD}")
     with _quiet():
         source = locate(name, revision, trust_remote_code)
-        model, tokenizer = load_files(source, precision, trust_remote_code)
+        model, tokenizer = load_files(source, precision, trust_remote_code, spread=spread)
         if random_seed is not None:
             model, source = _with_random_weights(model, random_seed), source.with_random_weights(random_seed)
-        model = _to_device(model.to(precision).eval(), place)
+        if not is_spread(model):
+            model = _to_device(in_precision(model, precision), place)
+        elif away := offloaded(model):
+            raise UserError(
+                f"{name} does not fit on the GPUs here, {len(away)} weights would be kept apart ({away[0]}) and no "
+                "layer is read there yet: use --dtype bfloat16, more GPUs, or --device cpu"
+            )
+        model, place = model.eval(), place_of(model)
         _check_weights(model, name)
         plain = _plain(model)
         _with_eager_attention(model)  # as TransformerLens needs it: what is compared is the wrapping alone
@@ -244,7 +255,7 @@ def resolve_device(device: str) -> torch.device:
     try:
         place = torch.device(device)
     except RuntimeError as error:
-        raise UserError(f"unknown device {device!r}: choose auto, cpu, cuda or cuda:N") from error
+        raise UserError(f"unknown device {device!r}: choose auto, cpu, cuda, cuda:N or {SPREAD}") from error
     if place.type not in ("cpu", "cuda"):
         raise UserError(f"device {device!r} is not supported, sums need float64: choose cpu or cuda")
     count = torch.cuda.device_count()
@@ -285,10 +296,11 @@ def _to_device(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 
 
 def _check_weights(model: PreTrainedModel, name: str) -> None:
-    for key, weight in model.named_parameters():
-        if weight.is_floating_point() and not math.isfinite(weight.sum(dtype=torch.float64)):
-            count = int((~torch.isfinite(weight)).sum())
-            raise UserError(f"{name} has {count} NaN or infinite weights in {key}: the file is damaged")
+    for prefix, module in model.named_modules():
+        for key, weight in weights_of(module, inside=False).items():
+            if weight.is_floating_point() and not math.isfinite(weight.sum(dtype=torch.float64)):
+                count = int((~torch.isfinite(weight)).sum())
+                raise UserError(f"{name} has {count} NaN or infinite weights in {prefix}.{key}: the file is damaged")
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -107,13 +107,19 @@ def read_quantized(directory: Path, checkpoint: Checkpoint) -> Quantized | None:
     if settings is None:
         _refuse_codes(directory, checkpoint.tensors)
         return None
-    method = str(settings.get("quant_method") or _unnamed(settings))
-    if method not in READERS:
-        raise UserError(f"{directory} is quantized with {method}, which is not read here: {REMEDY}")
+    method = readable_method(settings, str(directory))
     try:
         return Quantized(checkpoint, _weights(method, Tensors(checkpoint), settings))
     except NotReadError as error:
         raise UserError(f"{directory} is quantized with {method}, but {error}: {REMEDY}") from error
+
+
+def readable_method(settings: dict[str, Any], name: str) -> str:
+    """The method that a quantization_config names; UserError if it is not one of those that are read here."""
+    method = str(settings.get("quant_method") or _unnamed(settings))
+    if method not in READERS:
+        raise UserError(f"{name} is quantized with {method}, which is not read here: {REMEDY}")
+    return method
 
 
 class NotReadError(Exception):

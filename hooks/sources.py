@@ -29,7 +29,8 @@ from hooks.architectures import auto_class_for, model_class_for, read_config
 from hooks.builtin import BUILTINS, SOURCE_FILE, builtin_directory, builtin_named
 from hooks.checkpoint import INDEX, SINGLE, read_checkpoint
 from hooks.gguf import gguf_format, load_gguf
-from hooks.quantized import OF_WEIGHTS, REMEDY, read_quantized
+from hooks.quantized import OF_WEIGHTS, REMEDY, quantization_in, read_quantized, readable_method
+from hooks.weights import SPREAD, spreading
 
 HUB_TIMEOUT_S = 10
 
@@ -99,9 +100,11 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Sourc
     """A snapshot of the hub's files on this machine, or the cached one if the hub cannot be reached."""
     patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
     unread: list[str] = []
+    stated: dict[str, Any] = {}
     try:
         info = HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_S)
-        commit, unread = info.sha, _second_copies([file.rfilename for file in info.siblings or ()])
+        commit, stated = info.sha, info.config or {}
+        unread = _second_copies([file.rfilename for file in info.siblings or ()])
     except GatedRepoError as error:
         raise UserError(f"{name} is gated: accept its terms on its page and log in with 'hf auth login'") from error
     except RevisionNotFoundError as error:
@@ -110,6 +113,8 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Sourc
         raise UserError(f"the hub has no model {name}: check the name, or log in if it is private") from error
     except Exception:  # whatever the network raised (its classes change with the client): the cache may still serve
         commit = None
+    if settings := quantization_in(stated):
+        readable_method(settings, name)  # before the download
     try:
         path = snapshot_download(
             name,
@@ -139,24 +144,20 @@ def _second_copies(files: list[str]) -> list[str]:
 
 
 def load_files(
-    source: Source, precision: torch.dtype, trust_remote_code: bool
+    source: Source, precision: torch.dtype, trust_remote_code: bool, *, spread: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model in this precision and its tokenizer; UserError if the files do not make one."""
+    """The model in this precision and its tokenizer; UserError if the files do not make one.
+
+    With ``spread``, over all GPUs, the CPU's memory and disk, as much as is needed of each. GGUF comes in float32.
+    """
     if source.path.is_file():
+        if spread:
+            raise UserError(f"{source.name} is dequantized on one device: use another --device than {SPREAD}")
         return load_gguf(source.path)
     config = read_config(source.path, source.name, trust_remote_code)
-    auto = auto_class_for(config, source.name)
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    quantized = read_quantized(source.path, read_checkpoint(source.path))
+    options = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        if quantized is None:
-            model, info = auto.from_pretrained(
-                source.path, dtype=precision, use_safetensors=True, output_loading_info=True, **options
-            )
-        else:
-            model, info = _from_state(
-                *model_class_for(auto, config, source.path, trust_remote_code), quantized.state(precision), precision
-            )
+        model, info = _loaded(source, config, precision, options, spreading() if spread else {})
         tokenizer = AutoTokenizer.from_pretrained(source.path, **options)
     except UserError:
         raise
@@ -167,14 +168,28 @@ def load_files(
     return model, tokenizer
 
 
+def _loaded(
+    source: Source, config: PreTrainedConfig, precision: torch.dtype, options: dict[str, bool], places: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and what transformers says of the weights that it missed and of those it had no use for."""
+    auto = auto_class_for(config, source.name)
+    quantized = read_quantized(source.path, read_checkpoint(source.path))
+    if quantized is None:
+        return auto.from_pretrained(
+            source.path, dtype=precision, use_safetensors=True, output_loading_info=True, **options, **places
+        )
+    kind, config = model_class_for(auto, config, source.path, options["trust_remote_code"])
+    return _from_state(kind, config, quantized.state(precision), precision, places)
+
+
 def _from_state(
-    kind: Any, config: PreTrainedConfig, state: dict[str, Tensor], precision: torch.dtype
+    kind: Any, config: PreTrainedConfig, state: dict[str, Tensor], precision: torch.dtype, places: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model that plain weights make; its configuration then says nothing of how they were stored."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    return kind.from_pretrained(None, config=config, state_dict=state, dtype=precision, output_loading_info=True)
+    return kind.from_pretrained(None, config=config, state_dict=state, dtype=precision, output_loading_info=True, **places)
 
 
 def _check_complete(model: PreTrainedModel, info: dict[str, Any], name: str) -> None:

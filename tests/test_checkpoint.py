@@ -134,7 +134,7 @@ def test_of_a_hub_model_no_second_copy_is_fetched(sharded: Path, monkeypatch: py
         return str(sharded)
 
     def hub(*files: str) -> None:
-        info = SimpleNamespace(sha="abc", siblings=[SimpleNamespace(rfilename=file) for file in files])
+        info = SimpleNamespace(sha="abc", config=None, siblings=[SimpleNamespace(rfilename=file) for file in files])
         monkeypatch.setattr(sources, "HfApi", lambda: SimpleNamespace(model_info=lambda *_, **__: info))
 
     monkeypatch.setattr(sources, "snapshot_download", snapshot)
@@ -154,6 +154,14 @@ def test_of_a_hub_model_no_second_copy_is_fetched(sharded: Path, monkeypatch: py
     }
     shards_of(sharded)[0].unlink()
     with pytest.raises(UserError, match="lacks 1 of the"):
+        locate("org/name", None, trust_remote_code=False)
+
+
+def test_a_hub_model_that_cannot_be_read_is_not_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = SimpleNamespace(sha="abc", siblings=[], config={"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    monkeypatch.setattr(sources, "HfApi", lambda: SimpleNamespace(model_info=lambda *_, **__: info))
+    monkeypatch.setattr(sources, "snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
+    with pytest.raises(UserError, match="org/name is quantized with gptq, which is not read here"):
         locate("org/name", None, trust_remote_code=False)
 
 
