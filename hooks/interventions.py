@@ -26,7 +26,7 @@ from analysis.errors import UserError
 from hooks.ears import Extract, sources_of
 from hooks.models import LoadedModel
 from hooks.sites import SHARED, Mixture, Site
-from hooks.taps import Routing
+from hooks.taps import Routing, Tap
 
 Activations = Float[Tensor, "batch pos d_mlp"]
 Rewrite = Callable[[Activations, Activations, Activations], Activations]
@@ -53,6 +53,8 @@ def acting(model: LoadedModel, actions: Mapping[int, Action]) -> Iterator[None]:
             chosen = layer_of(model, layer)
             if isinstance(chosen, Mixture):
                 raise UserError(f"layer {layer} is a mixture of experts, on whose weights actions are not defined")
+            if any(weight.is_meta for weight in chosen.taps.down.parameters()):
+                raise UserError(f"weights of layer {layer} are kept elsewhere and cannot be changed: use another --device")
             form = chosen.gated_mlp()
             after = {name: weight.clone() for name, weight in action(form).weights.items()}  # q and k may trade places
             for name, weight in form.weights.items():
@@ -144,22 +146,25 @@ class _Reached(NamedTuple):
 
 
 def _parts(mixture: Mixture, routing: Routing, shared_x: list[Tensor]) -> Iterator[_Reached]:
-    routed = routing.by_expert(mixture.stacks.n_experts)
+    routed, experts = routing.by_expert(mixture.stacks.n_experts), mixture.stacks.experts()
     first, common = 0, mixture.sites[0].value_gain
     for number, site in enumerate(mixture.sites):
         columns = slice(first, first + site.n_neurons)
         first += site.n_neurons
+        weights = site.weights if site.expert == SHARED else experts[number]
+        (q, k, v), (q_bias, k_bias, _) = weights.matrices, weights.biases
         if site.expert == SHARED:
             x = shared_x[0]
             row = torch.arange(len(x), device=x.device)
             token, weight = row, torch.ones_like(x[:, 0])
             if site.token_gate is not None:
-                weight = linear(x, site.token_gate.weight.detach(), site.token_gate.bias).sigmoid()[:, 0]
-            v = site.v * (site.value_gain / common)
+                gate = Tap(site.token_gate)
+                weight = linear(x, gate.weight, gate.bias).sigmoid()[:, 0]
+            v = v * (site.value_gain / common)
         else:
             row, weight = routed[number]
-            x, token, v = routing.x[row], routing.place[row], site.v
+            x, token = routing.x[row], routing.place[row]
         with torch.no_grad():
-            a, b = linear(x, site.q, site.q_bias), linear(x, site.k, site.k_bias)
+            a, b = linear(x, q, q_bias), linear(x, k, k_bias)
             values = torch.stack([a, b, site.unit(a, b)])
         yield _Reached(columns, token, row, values, weight[:, None], v.T)

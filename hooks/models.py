@@ -33,7 +33,7 @@ from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
 from hooks.proof import configured_activations, find_sites
 from hooks.sites import Found, Mixture, Site
 from hooks.sources import Source, load_files, locate
-from hooks.weights import SPREAD, in_precision, is_spread, offloaded, place_of
+from hooks.weights import SPREAD, in_precision, is_spread, place_of, weights_of
 from hooks.wrapped import named, wrap
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -115,7 +115,8 @@ class LoadedModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.plain.parameters()).device
+        """Where its inputs have to be."""
+        return place_of(self.plain)
 
     @property
     def context_limit(self) -> int | None:
@@ -180,17 +181,12 @@ def load_model(
             model, source = _with_random_weights(model, random_seed), source.with_random_weights(random_seed)
         if not is_spread(model):
             model = _to_device(in_precision(model, precision), place)
-        elif away := offloaded(model):
-            raise UserError(
-                f"{name} does not fit on the GPUs here, {len(away)} weights would be kept apart ({away[0]}) and no "
-                "layer is read there yet: use --dtype bfloat16, more GPUs, or --device cpu"
-            )
         model, place = model.eval(), place_of(model)
         _check_weights(model, name)
-        plain = _plain(model)
-        _with_eager_attention(model)  # as TransformerLens needs it: what is compared is the wrapping alone
         probe, bos = _probe(model).to(place), _bos(tokenizer)
-        reference = outputs_of(model, probe)
+        plain = model if is_spread(model) else _plain(model)  # what moves weights about is tied to its modules
+        with _eager(model):  # as TransformerLens needs it: what is compared is the wrapping alone
+            reference = outputs_of(model, probe)
         limit = LOGIT_SLACK * max(TOLERANCE[precision], TOLERANCE[torch.float32])
         plain_error = _with_fast_attention(plain, probe, reference, limit)
         found = find_sites(plain, probe)
@@ -220,6 +216,15 @@ def _view(
     check = "logits with and without TransformerLens"
     if _lacks_head(model):
         return None, None
+    if model is plain:
+        said = {
+            "check": check,
+            "value": "none: the model is spread over devices",
+            "limit": "read without it",
+            "passed": True,
+        }
+        return None, said
+    _with_eager_attention(model)
     bridge, reason = wrap(model, tokenizer, name, precision)
     if bridge is not None:
         try:
@@ -231,7 +236,11 @@ def _view(
                 return bridge, at_most(check, error, limit)
             bridge, reason = None, f"TransformerLens gives other logits, off by {error:.1e} (limit {limit:.0e})"
     logger.info(f"{reason}: read at the model's own modules, model.bridge is None")
-    return None, {"check": check, "value": f"none: {reason}", "limit": "read without it", "passed": True}
+    return None, _no_view(check, reason)
+
+
+def _no_view(check: str, reason: str) -> Record:
+    return {"check": check, "value": f"none: {reason}", "limit": "read without it", "passed": True}
 
 
 def _commonest(reasons: dict[int, str]) -> str:
@@ -318,6 +327,18 @@ def _probe(model: PreTrainedModel) -> Int[Tensor, "1 pos"]:
 def _lacks_head(model: PreTrainedModel) -> bool:
     """Whether it is an encoder alone, of which TransformerLens knows nothing."""
     return model.get_output_embeddings() is None
+
+
+@contextmanager
+def _eager(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block, with attention and experts as they are written, not as they are fastest."""
+    attention, experts = model.config._attn_implementation, model.config._experts_implementation
+    _with_eager_attention(model)
+    yield
+    with suppress(ValueError):
+        model.set_attn_implementation(attention)
+    with suppress(ValueError):
+        model.set_experts_implementation(experts)
 
 
 def _with_eager_attention(model: PreTrainedModel) -> None:

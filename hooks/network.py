@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from analysis.errors import UserError
 from hooks.placement import form_of_gain
+from hooks.weights import weights_of
 
 Tokens = Int[Tensor, "batch pos"]
 
@@ -75,7 +76,7 @@ class Ends:
 def find_ends(network: PreTrainedModel, probe: Tokens, d_model: int) -> Ends | None:
     """Both ends of the model, the norm's gain proved on a probe; None if they are not as wide as the residual stream."""
     tables = [network.get_input_embeddings(), network.get_output_embeddings()]
-    weights = [table.weight.detach() for table in tables if isinstance(table, nn.Embedding | nn.Linear)]
+    weights = [weights_of(table)["weight"] for table in tables if isinstance(table, nn.Embedding | nn.Linear)]
     if len(weights) < 2 or any(weight.shape[1] != d_model for weight in weights):
         return None
     seen: list[tuple[str, nn.Module, Tensor, Tensor]] = []

@@ -164,10 +164,10 @@ class ExpertNeuronStream(NeuronStream):
             return None
         site, own = self._site, slice(self._neuron, self._neuron + 1)
         row, _ = heard.by_expert(int(site.expert or 0) + 1)[-1]
-        biases = (None if bias is None else bias[own] for bias in (site.q_bias, site.k_bias))
+        pairs = zip(site.weights.matrices[:2], site.weights.biases[:2], strict=True)
         a, b = (
-            linear(heard.x[row], weight[own], bias)[:, 0].double().cpu()
-            for weight, bias in zip((site.q, site.k), biases, strict=True)
+            linear(heard.x[row], weight[own], None if bias is None else bias[own])[:, 0].double().cpu()
+            for weight, bias in pairs
         )
         return heard.place[row].cpu(), a, b
 
@@ -200,10 +200,10 @@ def _site_of(layer: Site | Mixture, place: Place) -> tuple[Site, int]:
     for site in sites:
         if site.expert == place.expert:
             break
-        first += len(site.q)
-    if not 0 <= place.neuron < len(site.q):
+        first += site.n_neurons
+    if not 0 <= place.neuron < site.n_neurons:
         where = f"layer {number}" if place.expert is None else f"expert {place.expert} of layer {number}"
-        raise UserError(f"neuron {place.neuron} is out of range: {where} has neurons 0-{len(site.q) - 1}")
+        raise UserError(f"neuron {place.neuron} is out of range: {where} has neurons 0-{site.n_neurons - 1}")
     if not site.unit.is_pointwise:
         raise UserError(
             f"the gates of layer {number} hang together ({site.unit.name}): a neuron has no response to its own (a, b), "
@@ -258,8 +258,9 @@ def _similar(model: LoadedModel, site: Site, index: int, top: int) -> dict[str, 
     v, q, k = site.v[index] * site.value_gain, site.q[index] * site.gain, site.k[index] * site.gain
     found: dict[str, list[Similar]] = {"v": [], "qk": []}
     for other in (*model.sites.values(), *(expert for mixture in model.mixtures.values() for expert in mixture.sites)):
-        by_value = cosines(v, other.v * other.value_gain)
-        by_pair, exchanged = pair_cosines(q, k, other.q * other.gain, other.k * other.gain)
+        queries, keys, values = other.weights.matrices
+        by_value = cosines(v, values * other.value_gain)
+        by_pair, exchanged = pair_cosines(q, k, queries * other.gain, keys * other.gain)
         if other is site:
             by_value[index] = by_pair[index] = torch.nan  # it is like itself
         found["v"] += nearest(other.layer, by_value, None, top, other.expert)

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.precision import TOLERANCE
+from hooks.weights import weights_of
 
 SLACK = 10
 """A norm or a block rounds several times: its error may be this much larger than that of one number."""
@@ -61,8 +62,8 @@ def gain_before(x: Rows, norms: Iterator[tuple[str, nn.Module, Rows, Rows]]) -> 
 
 def form_of_gain(norm: nn.Module, before: Rows, x: Rows) -> tuple[Vector, str] | None:
     """Which gain, in which form, takes the norm's input to its output x; None if none does."""
-    bias = getattr(norm, "bias", None)
-    shift = bias.detach().double() if isinstance(bias, Tensor) else 0
+    bias = weights_of(norm, inside=False).get("bias")
+    shift = 0 if bias is None else bias.double()
     before, shifted = before.double(), x.double() - shift
     centered = before - before.mean(dim=-1, keepdim=True)
     errors = {}
@@ -74,10 +75,10 @@ def form_of_gain(norm: nn.Module, before: Rows, x: Rows) -> tuple[Vector, str] |
 
 
 def _gains(norm: nn.Module, x: Rows) -> Iterator[tuple[str, Vector]]:
-    weight = getattr(norm, "weight", None)
-    if isinstance(weight, Tensor) and weight.shape == x.shape[-1:]:
-        yield "γ = weight", weight.detach().to(x.dtype)
-        yield "γ = 1 + weight", 1 + weight.detach().to(x.dtype)
+    weight = weights_of(norm, inside=False).get("weight")
+    if weight is not None and weight.shape == x.shape[-1:]:
+        yield "γ = weight", weight.to(x.dtype)
+        yield "γ = 1 + weight", 1 + weight.to(x.dtype)
     yield "without gain", torch.ones_like(x[0])
 
 

@@ -25,7 +25,7 @@ from hooks.network import blocks_of, hidden_of, run_whole
 from hooks.placement import NOTHING_AFTER, After, gain_after, gain_before, parallel
 from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
 from hooks.sites import SHARED, Found, Mixture, Site
-from hooks.taps import Claim, Routing, Stacks, Tap, claims_of, stacks_of, unread_stacks
+from hooks.taps import Claim, ExpertWeights, Routing, Stacks, claims_of, stacks_of, unread_stacks
 from hooks.watch import Seen, watch
 
 ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "ffn_activation", "dense_act_fn")
@@ -111,7 +111,7 @@ class _Finder:
         if every:
             return self._mixture(layer, seen, dense, every)
         beside = {name.partition(".")[0] for name in unread_stacks(seen.block)}
-        if any(site.where.partition(".")[0] in beside for site, _ in dense) or (beside and not dense):
+        if any(site.taps.where.partition(".")[0] in beside for site, _ in dense) or (beside and not dense):
             raise NotASiteError(NOT_GATED if reason == STATIC or not dense else "its experts are stacks of another shape")
         if not dense:
             raise NotASiteError(reason)
@@ -140,14 +140,12 @@ class _Finder:
     def _proved(self, layer: int, claim: Claim, seen: Seen) -> tuple[Site, After]:
         x, a, b, h, y = _read(claim, seen)
         unit, identity_error = identify(self.units(layer, seen.module(claim.where)), a, b, h)
-        q, k, v = claim.gate.weight, claim.up.weight, claim.down.weight.detach().T
-        form = GatedMLP(unit, q, k, v, claim.gate.bias, claim.up.bias, Tap(claim.down).bias)
+        form = GatedMLP(unit, *claim.matrices, *claim.biases)
         output_error = _proved_output(form, x, y)
         gain, source = gain_before(x, seen.norms(x))
         after = gain_after(seen.again, claim.down, seen.calls[claim.down][2], seen.block, self.constants)
-        biases = form.q_bias, form.k_bias, form.v_bias
-        gains, errors = (gain, source, after.gain, after.source), (identity_error, output_error)
-        return Site(layer, unit, q, k, v, *gains, *errors, claim.where, *biases, claim=claim), after
+        errors = identity_error, output_error
+        return Site(layer, unit, claim, gain, source, after.gain, after.source, *errors), after
 
     def _mixture(self, layer: int, seen: Seen, dense: Sequence[tuple[Site, After]], every: Sequence[Stacks]) -> Mixture:
         failures = []
@@ -164,13 +162,11 @@ class _Finder:
             )
             if after.by_token is not None:
                 raise NotASiteError("what its experts give has yet another weight for every token")
+            gains = gain, source, after.gain, after.source
             sites = [
-                Site(
-                    layer, unit, *stacks.matrices(number), gain, source, after.gain, after.source, 0.0, error, stacks.where,
-                    *stacks.biases(number), number,
-                )
+                Site(layer, unit, ExpertWeights(stacks, number), *gains, 0.0, error, number)
                 for number in range(stacks.n_experts)
-            ]  # fmt: skip
+            ]
             shared = [_shared(site, one, seen) for site, one in dense]
             if len(shared) > 1:
                 raise NotASiteError(
@@ -272,9 +268,9 @@ def _proved_output(form: GatedMLP, x: Tensor, y: Tensor) -> float:
 def _experts_error(stacks: Stacks, unit: Unit, routing: Routing, y: Tensor) -> float:
     """Relative error of what the experts give, computed from the weights of each and the tokens that were sent to it."""
     total = torch.zeros(len(routing.x), y.shape[-1], dtype=torch.promote_types(y.dtype, torch.float32), device=y.device)
-    for expert, (token, weight) in enumerate(routing.by_expert(stacks.n_experts)):
+    for expert, (token, weight) in zip(stacks.experts(), routing.by_expert(stacks.n_experts), strict=True):
         if len(token):
-            form = GatedMLP(unit, *stacks.matrices(expert), *stacks.biases(expert)).to(total.dtype)
+            form = GatedMLP(unit, *expert.matrices, *expert.biases).to(total.dtype)
             total.index_add_(0, token, weight[:, None].to(total.dtype) * form(routing.x[token].to(total.dtype)))
     return relative_error(total, y)
 
@@ -282,20 +278,20 @@ def _experts_error(stacks: Stacks, unit: Unit, routing: Routing, y: Tensor) -> f
 def _shared(site: Site, after: After, seen: Seen) -> tuple[Site, Float[Tensor, "place 1"]]:
     """A gated MLP beside the experts, and its weight for each token of the probe; found where there is one."""
     if after.by_token is None:
-        return replace(site, expert=SHARED), site.q.new_ones(1, 1)
+        return replace(site, expert=SHARED), site.gain.new_ones(1, 1)
     for module in seen.block.modules():
         if isinstance(module, nn.Linear) and module.out_features == 1 and module in seen.calls:
             weight = seen.gave(module).double().sigmoid()
             ratio = float((after.by_token / weight[:, 0]).median())
-            limit = OUTPUT_SLACK * TOLERANCE[site.q.dtype]
+            limit = OUTPUT_SLACK * TOLERANCE[site.dtype]
             if relative_error(ratio * weight[:, 0], after.by_token) <= limit:
                 gain, source = ratio * site.value_gain, NOTHING_AFTER
-                if abs(ratio - 1) > OUTPUT_SLACK * TOLERANCE[site.q.dtype]:
+                if abs(ratio - 1) > OUTPUT_SLACK * TOLERANCE[site.dtype]:
                     source = f"× {ratio:g} (as measured)"
                 else:
                     gain = site.value_gain
                 gated = replace(site, expert=SHARED, token_gate=module, value_gain=gain, value_gain_source=source)
-                return gated, weight.to(site.q.dtype)
+                return gated, weight.to(site.dtype)
     raise NotASiteError("its shared expert has a weight for every token, and nothing that gives it was found")
 
 

@@ -41,7 +41,7 @@ class Stream(ABC):
     """What listens to one layer while the corpus is read: what is heard of a batch is kept until all of it has been."""
 
     def __init__(self, layer: Site | Mixture) -> None:
-        self.layer = layer.layer
+        self.layer, self.device = layer.layer, layer.device
         self._sources = sources_of(layer)
 
     @property
@@ -113,9 +113,9 @@ def batch_size_for(model: LoadedModel, corpus: Corpus) -> int:
     """
     tokens = TOKENS_AT_ONCE[model.device.type]
     if model.device.type == "cuda":
-        weights = [site.q for site in model.sites.values()] + [one.sites[0].q for one in model.mixtures.values()]
-        d_mlp, d_model = max(q.shape[0] for q in weights), model.description["d_model"]
-        per_token = (8 * d_model + 5 * d_mlp) * max(weights[0].element_size(), 4)
+        sites = [*model.sites.values(), *(mixture.sites[0] for mixture in model.mixtures.values())]
+        d_mlp, d_model = max(site.n_neurons for site in sites), model.description["d_model"]
+        per_token = (8 * d_model + 5 * d_mlp) * max(sites[0].dtype.itemsize, 4)
         free, _ = torch.cuda.mem_get_info(model.device)
         tokens = min(tokens, int(MEMORY_SHARE * free / per_token))
     return max(1, tokens // max(len(window.tokens) for window in corpus.windows))
@@ -126,10 +126,11 @@ def _read(model: LoadedModel, corpus: Corpus, windows: Sequence[Window], streams
 
     A stream that has the whole batch when the memory runs out does not listen to its halves.
     """
-    batch = Batch.of(windows, [corpus.block_of(window) for window in windows], model.device)
-    taking = Taking()
+    blocks = [corpus.block_of(window) for window in windows]
+    batches = {device: Batch.of(windows, blocks, device) for device in {model.device, *(one.device for one in streams)}}
+    batch, taking = batches[model.device], Taking()
     try:
-        ears = [ear for stream in streams for ear in stream.ears(batch, taking)]
+        ears = [ear for stream in streams for ear in stream.ears(batches[stream.device], taking)]
         last = listen(model, windows, ears, last_layer)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

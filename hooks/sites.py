@@ -12,12 +12,14 @@ A mixture of experts is a layer of many sites, each of which some tokens reach.
 
 from dataclasses import dataclass, field
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from analysis.gated import GatedMLP
 from analysis.units import Unit
-from hooks.taps import Claim, Stacks
+from hooks.taps import Claim, Stacks, Weights
+from hooks.weights import place_of
 
 SHARED = -1
 """The number of a shared expert."""
@@ -32,17 +34,14 @@ class Site:
     Attributes:
         layer: index of the block.
         unit: g.
-        q, k, v: queries, keys and values as the model holds them, one row a neuron; views, not copies.
+        weights: of the MLP, and the modules that hold them.
         gain: gain of the norm whose output the MLP reads, ones where there is none.
         gain_source: which norm that is, in words.
         value_gain: what is applied to the output before it reaches the residual stream, one factor a component.
         value_gain_source: the same in words.
         identity_error: relative error of h = g(a, b) on the probe.
         output_error: relative error of the MLP's output computed from q, k, v.
-        where: the name of the module in its block.
-        q_bias, k_bias, v_bias: biases of a, b and y, None where the model has none.
         expert: its number in a mixture of experts, ``SHARED`` for a shared one, None in a dense layer.
-        claim: the modules that it is read at; None for an expert that has none of its own.
         token_gate: for a shared expert, what gives the logit of its weight for each token.
         hook_names: the names of x, a, b, h and y among the hooks of TransformerLens, where these see the same.
         also: modules that give a and b as well, in a network whose own projections are others.
@@ -50,39 +49,56 @@ class Site:
 
     layer: int
     unit: Unit
-    q: Float[Tensor, "d_mlp d_model"]
-    k: Float[Tensor, "d_mlp d_model"]
-    v: Float[Tensor, "d_mlp d_model"]
+    weights: Weights
     gain: Float[Tensor, " d_model"]
     gain_source: str
     value_gain: Float[Tensor, " d_model"]
     value_gain_source: str
     identity_error: float
     output_error: float
-    where: str
-    q_bias: Float[Tensor, " d_mlp"] | None = None
-    k_bias: Float[Tensor, " d_mlp"] | None = None
-    v_bias: Float[Tensor, " d_model"] | None = None
     expert: int | None = None
-    claim: Claim | None = None
     token_gate: nn.Linear | None = None
     hook_names: dict[str, str] = field(default_factory=dict)
     also: tuple[Points, Points] = ((), ())
 
-    def gated_mlp(self) -> GatedMLP:
-        """The MLP as a form of the family, on x after its norm, with the model's own weights."""
-        return GatedMLP(self.unit, self.q, self.k, self.v, self.q_bias, self.k_bias, self.v_bias)
+    @property
+    def q(self) -> Float[Tensor, "d_mlp d_model"]:
+        """Queries, one row a neuron, as the model holds them: a view, not a copy, of weights in memory."""
+        return self.weights.matrices[0]
+
+    @property
+    def k(self) -> Float[Tensor, "d_mlp d_model"]:
+        """Keys, likewise."""
+        return self.weights.matrices[1]
+
+    @property
+    def v(self) -> Float[Tensor, "d_mlp d_model"]:
+        """Values, likewise."""
+        return self.weights.matrices[2]
 
     @property
     def n_neurons(self) -> int:
-        return len(self.q)
+        return self.weights.n_neurons
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gain.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where its layer computes."""
+        return place_of(self.weights.module)
+
+    def gated_mlp(self) -> GatedMLP:
+        """The MLP as a form of the family, on x after its norm, with the model's own weights."""
+        return GatedMLP(self.unit, *self.weights.matrices, *self.weights.biases)
 
     @property
     def taps(self) -> Claim:
         """The modules that it is read at."""
-        if self.claim is None:
+        if not isinstance(self.weights, Claim):
             raise ValueError(f"expert {self.expert} of layer {self.layer} has no modules of its own")
-        return self.claim
+        return self.weights
 
     @property
     def hook_x(self) -> str:
@@ -130,6 +146,10 @@ class Mixture:
     @property
     def unit(self) -> Unit:
         return self.sites[0].unit
+
+    @property
+    def device(self) -> torch.device:
+        return self.sites[0].device
 
     @property
     def n_neurons(self) -> int:

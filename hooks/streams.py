@@ -56,7 +56,8 @@ class LayerStream(Stream):
 
 def geometry_of(site: Site) -> Geometry:
     """Of a site, with what is applied before and after it folded into its vectors."""
-    return Geometry.of(site.q, site.k, site.v * site.value_gain, site.gain)
+    q, k, v = site.weights.matrices
+    return Geometry.of(q, k, v * site.value_gain, site.gain)
 
 
 def geometry_of_layer(layer: Site | Mixture) -> Geometry:
@@ -74,9 +75,9 @@ class _Prepared:
 
     @classmethod
     def of(cls, site: Site, layout: Layout, draws: int, seed: int) -> "_Prepared":
-        geometry = geometry_of(site)
-        pairing = geometry.pairing(site.q, site.k, site.gain, derangements(len(site.q), draws, seed))
-        return cls(geometry, pairing, reducer_of(site.unit, layout, geometry, pairing, site.q.device, site.q.dtype))
+        geometry, (q, k, _) = geometry_of(site), site.weights.matrices
+        pairing = geometry.pairing(q, k, site.gain, derangements(site.n_neurons, draws, seed))
+        return cls(geometry, pairing, reducer_of(site.unit, layout, geometry, pairing, site.device, site.dtype))
 
 
 class SiteStream(LayerStream):
@@ -86,7 +87,7 @@ class SiteStream(LayerStream):
         super().__init__(site)
         self._site = site
         self._prepared = _Prepared.of(site, Layout.of(site.unit, alphas, draws), draws, seed)
-        self._accumulator = Accumulator(site.q.shape[0], self._prepared.reduce)
+        self._accumulator = Accumulator(site.n_neurons, self._prepared.reduce)
 
     def found(self) -> Layer:
         site = self._site
@@ -95,7 +96,7 @@ class SiteStream(LayerStream):
             moments=self._accumulator.moments(),
             geometry=self._prepared.geometry,
             gain=gain_in_words(site),
-            interaction_antisymmetry=antisymmetric_share(site.q * site.gain, site.k * site.gain, site.v * site.value_gain),
+            interaction_antisymmetry=antisymmetric_share(*_gained(site)),
             partners=self._prepared.pairing.partners,
         )
 
@@ -119,16 +120,15 @@ class MixtureStream(LayerStream):
 
     def found(self) -> Layer:
         sites = self._mixture.sites
-        width = torch.tensor([len(site.q) for site in sites])
+        width = torch.tensor([site.n_neurons for site in sites])
         first = width.cumsum(0) - width
         partners = [prepared.pairing.partners + int(at) for prepared, at in zip(self._prepared, first, strict=True)]
-        vectors = ((site.q * site.gain, site.k * site.gain, site.v * site.value_gain) for site in sites)
         return Layer(
             unit=self._mixture.unit,
             moments=self._accumulator.moments(),
             geometry=Geometry.cat([prepared.geometry for prepared in self._prepared]),
             gain="; ".join(dict.fromkeys(gain_in_words(site) for site in sites)),
-            interaction_antisymmetry=pooled_antisymmetric_share(vectors),
+            interaction_antisymmetry=pooled_antisymmetric_share(map(_gained, sites)),
             partners=torch.cat(partners, dim=1),
             experts=torch.tensor([int(site.expert or 0) for site in sites]).repeat_interleave(width),
         )
@@ -142,16 +142,23 @@ def parts_of(mixture: Mixture, heard: dict[str, Any], batch: Batch) -> Iterator[
     routing: Routing = heard["routing"]
     is_fed = torch.zeros(batch.places.shape[1], dtype=torch.bool, device=routing.x.device)
     is_fed[batch.fed] = True
+    experts = mixture.stacks.experts()
     for number, (row, weight) in enumerate(routing.by_expert(mixture.stacks.n_experts)):
         fed = is_fed[routing.place[row]]
-        row, weight, site = row[fed], weight[fed], mixture.sites[number]
+        row, weight = row[fed], weight[fed]
+        (q, k, _), (q_bias, k_bias, _) = experts[number].matrices, experts[number].biases
         x = routing.x[row]
-        a, b = linear(x, site.q, site.q_bias), linear(x, site.k, site.k_bias)
-        yield number, a, b, routing.place[row], weight
+        yield number, linear(x, q, q_bias), linear(x, k, k_bias), routing.place[row], weight
     if mixture.shared is not None:
         a, b = (heard[symbol].flatten(0, -2)[batch.fed] for symbol in "ab")
         weight = heard["weight"].flatten()[batch.fed] if "weight" in heard else torch.ones_like(a[:, 0])
         yield len(mixture.routed), a, b, batch.fed, weight
+
+
+def _gained(site: Site) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with what stands before and after them."""
+    q, k, v = site.weights.matrices
+    return q * site.gain, k * site.gain, v * site.value_gain
 
 
 def gain_in_words(site: Site) -> str:

@@ -5,6 +5,7 @@ d_mlp → d_model may be a gated MLP; two stacks of matrices in one module may b
 meant is a claim; ``hooks.sites`` proves one of them on what the model computes, or none.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -14,6 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from hooks.weights import weights_of
+
+Rows = Float[Tensor, "d_mlp d_model"]
 STACKED = 3
 """Dimensions of a stack of matrices, one an expert."""
 
@@ -35,16 +39,44 @@ class Tap:
         return output[..., self.rows]
 
     @property
+    def width(self) -> int:
+        return len(range(*self.rows.indices(self.module.out_features)))
+
+    @property
     def weight(self) -> Float[Tensor, "d_mlp d_model"]:
-        return self.module.weight.detach()[self.rows]
+        return weights_of(self.module)["weight"][self.rows]
 
     @property
     def bias(self) -> Float[Tensor, " d_mlp"] | None:
-        return None if self.module.bias is None else self.module.bias.detach()[self.rows]
+        return None if self.module.bias is None else weights_of(self.module)["bias"][self.rows]
+
+
+class Weights(ABC):
+    """The weights of a gated MLP as the model holds them: views of its own, or copies of what it keeps elsewhere."""
+
+    @property
+    @abstractmethod
+    def matrices(self) -> tuple[Rows, Rows, Rows]:
+        """q, k and v, one row a neuron."""
+
+    @property
+    @abstractmethod
+    def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of a, b and y, None where there are none."""
+
+    @property
+    @abstractmethod
+    def n_neurons(self) -> int:
+        """Rows of q."""
+
+    @property
+    @abstractmethod
+    def module(self) -> nn.Module:
+        """A module that holds some of them, and computes where they are used."""
 
 
 @dataclass(frozen=True)
-class Claim:
+class Claim(Weights):
     """One way in which the projections of a module may be those of a gated MLP.
 
     Attributes:
@@ -57,6 +89,22 @@ class Claim:
     gate: Tap
     up: Tap
     down: nn.Linear
+
+    @property
+    def matrices(self) -> tuple[Rows, Rows, Rows]:
+        return self.gate.weight, self.up.weight, weights_of(self.down)["weight"].T
+
+    @property
+    def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.gate.bias, self.up.bias, Tap(self.down).bias
+
+    @property
+    def n_neurons(self) -> int:
+        return self.gate.width
+
+    @property
+    def module(self) -> nn.Module:
+        return self.down
 
 
 def claims_of(block: nn.Module) -> Iterator[Claim]:
@@ -88,47 +136,81 @@ class Stacks:
     Attributes:
         where: the module's name in its block.
         module: the module; it is given tokens, the experts of each, and their routing weights.
-        gate_up, down: its stacks, [expert, …].
-        gate_up_bias, down_bias: its biases, None where there are none.
+        gate_up, down: names of its stacks, [expert, …].
+        gate_up_bias, down_bias: names of its biases, None where there are none.
+        n_experts: how many there are.
+        d_mlp: neurons of each.
         turned: whether the matrices stand with their inputs first.
         gate, up: which rows of the first are which.
     """
 
     where: str
     module: nn.Module
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
+    gate_up: str
+    down: str
+    gate_up_bias: str | None
+    down_bias: str | None
+    n_experts: int
+    d_mlp: int
     turned: bool
     gate: slice
     up: slice
 
+    def experts(self) -> list["ExpertWeights"]:
+        """All of them, with what a spread model keeps elsewhere fetched once."""
+        fetched = weights_of(self.module, inside=False)
+        return [ExpertWeights(self, number, fetched) for number in range(self.n_experts)]
+
+
+@dataclass(frozen=True)
+class ExpertWeights(Weights):
+    """Those of one expert.
+
+    Attributes:
+        stacks: of all of them.
+        number: which.
+        fetched: the module's weights, where they have been fetched already.
+    """
+
+    stacks: Stacks
+    number: int
+    fetched: dict[str, Tensor] | None = field(default=None, repr=False, compare=False)
+
+    def _of(self, name: str | None) -> Tensor | None:
+        fetched = weights_of(self.stacks.module, inside=False) if self.fetched is None else self.fetched
+        return None if name is None else fetched[name][self.number]
+
     @property
-    def n_experts(self) -> int:
-        return len(self.gate_up)
+    def matrices(self) -> tuple[Rows, Rows, Rows]:
+        stacks, both, down = self.stacks, self._of(self.stacks.gate_up), self._of(self.stacks.down)
+        assert both is not None
+        assert down is not None
+        both, down = (both.T, down.T) if stacks.turned else (both, down)
+        return both[stacks.gate], both[stacks.up], down.T
 
-    def matrices(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of an expert; views."""
-        both, down = self.gate_up.detach()[expert], self.down.detach()[expert]
-        both, down = (both.T, down.T) if self.turned else (both, down)
-        return both[self.gate], both[self.up], down.T
+    @property
+    def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        both, down = self._of(self.stacks.gate_up_bias), self._of(self.stacks.down_bias)
+        return (None, None, down) if both is None else (both[self.stacks.gate], both[self.stacks.up], down)
 
-    def biases(self, expert: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of a, b and y of an expert, None where there are none."""
-        both = None if self.gate_up_bias is None else self.gate_up_bias.detach()[expert]
-        down = None if self.down_bias is None else self.down_bias.detach()[expert]
-        return (None, None, down) if both is None else (both[self.gate], both[self.up], down)
+    @property
+    def n_neurons(self) -> int:
+        return self.stacks.d_mlp
+
+    @property
+    def module(self) -> nn.Module:
+        return self.stacks.module
 
 
 def stacks_of(block: nn.Module, d_model: int) -> Iterator[Stacks]:
     """Every claim on the stacks of matrices in a block."""
     for where, module in block.named_modules():
         own = dict(module.named_parameters(recurse=False))
-        matrices = [stack for stack in own.values() if stack.ndim == STACKED]
+        matrices = [name for name, stack in own.items() if stack.ndim == STACKED]
         if len(matrices) != 2:
             continue
-        for gate_up, down in permutations(matrices):
+        for names in permutations(matrices):
+            gate_up, down = (own[name] for name in names)
             for turned in (False, True):
                 d_mlp = down.shape[1 if turned else 2]
                 wide, narrow = (d_model, 2 * d_mlp), (d_mlp, d_model)
@@ -138,7 +220,9 @@ def stacks_of(block: nn.Module, d_model: int) -> Iterator[Stacks]:
                     continue
                 bias, down_bias = _biases(own, len(down), 2 * d_mlp, d_model)
                 for gate, up in halves(d_mlp):
-                    yield Stacks(where, module, gate_up, down, bias, down_bias, turned, gate, up)
+                    yield Stacks(
+                        where, module, names[0], names[1], bias, down_bias, len(down), d_mlp, turned, gate, up
+                    )  # fmt: skip
 
 
 def unread_stacks(block: nn.Module) -> Iterator[str]:
@@ -149,13 +233,15 @@ def unread_stacks(block: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _biases(own: dict[str, nn.Parameter], n_experts: int, *sizes: int) -> list[Tensor | None]:
-    """The tables that are as wide as these outputs, in the module's order."""
-    tables = [one for one in own.values() if one.ndim == 2 and len(one) == n_experts]
-    found: list[Tensor | None] = []
+def _biases(own: dict[str, nn.Parameter], n_experts: int, *sizes: int) -> list[str | None]:
+    """Names of the tables that are as wide as these outputs, in the module's order."""
+    tables = {name: one.shape[1] for name, one in own.items() if one.ndim == 2 and len(one) == n_experts}
+    found: list[str | None] = []
     for size in sizes:
-        fits = next((place for place, one in enumerate(tables) if one.shape[1] == size), None)
-        found.append(None if fits is None else tables.pop(fits))
+        fits = next((name for name, width in tables.items() if width == size), None)
+        found.append(fits)
+        if fits is not None:
+            del tables[fits]
     return found
 
 

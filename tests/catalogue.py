@@ -9,6 +9,7 @@ from analysis.errors import UserError
 from hooks.models import LoadedModel, load_model
 from hooks.placement import NOTHING_AFTER, NOTHING_BEFORE
 from hooks.sites import Site
+from hooks.taps import Claim
 from tests.tiny import FAMILIES, save_tiny
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -48,7 +49,7 @@ def _each(values: object) -> str:
 
 
 def _read(site: Site) -> str:
-    if site.claim is None:
+    if not isinstance(site.weights, Claim):
         return "computed from the experts' stacks"
     if site.taps.gate.module is not site.taps.up.module:
         return "two modules"

@@ -3,18 +3,25 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from analysis.actions import Exchange
 from analysis.errors import UserError
 from hooks import weights
+from hooks.causal import measure_causal
 from hooks.checkpoint import SINGLE
+from hooks.collect import analyze
+from hooks.interventions import acting
 from hooks.models import load_model, resolve_device
+from hooks.neuron import inspect_neuron
 from hooks.sources import load_files, locate
 from hooks.weights import SPREAD, in_precision, is_spread, place_of, spreading, weights_of
+from reports.tables import layers_table
 from tests.test_quantized import E4M3, rewrite
 from tests.tiny import save_tiny
 
@@ -125,13 +132,38 @@ def test_spread_is_refused_where_it_cannot_be(tiny_llama: Path, tmp_path: Path, 
         spreading()
 
 
-def test_layers_whose_weights_are_away_are_not_read_yet(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2_moe"])
+def test_a_model_that_is_spread_is_read_like_one_in_memory(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {"device_map": PLACES, "offload_folder": str(tmp_path)}
+    """Every number of its layers, of a neuron, and of what edits cost; weights that are away are fetched and let go."""
+    directory = save_tiny(family, tmp_path / "model")
+    whole = load_model(str(directory), device="cpu")
+    places = {"device_map": PLACES, "offload_folder": str(tmp_path / "folder")}
     monkeypatch.setattr("hooks.sources.spreading", lambda: places)
-    with pytest.raises(UserError, match=r"19 weights would be kept apart \(model.layers.1.self_attn.q_proj.weight\)"):
-        load_model(str(tiny_llama), device=SPREAD)
+    spread = load_model(str(directory), device=SPREAD)
+    assert spread.bridge is None
+    assert all(check["passed"] for check in spread.acceptance)
+    found = []
+    for model in (whole, spread):
+        text = model.read(context=48, max_tokens=400)
+        run = analyze(model, text, quiet=True)
+        costs = measure_causal(model, text, run, mode="both", edits=["exchange", "flip"], n_tokens=96)
+        place = "1:2:5" if model.mixtures else "1:5"
+        found.append((layers_table(run), costs, inspect_neuron(model, text, place, quiet=True)))
+    (tables, costs, neuron), (theirs, their_costs, their_neuron) = found
+    for column in tables.select_dtypes("number"):
+        np.testing.assert_allclose(theirs[column], tables[column], rtol=1e-4, atol=1e-7, err_msg=column)
+    for index in tables["layer"]:
+        torch.testing.assert_close(their_costs.sweep.layers[index].single, costs.sweep.layers[index].single)
+        torch.testing.assert_close(their_costs.attribution.neurons(index), costs.attribution.neurons(index))
+    assert their_neuron.readouts["v"].highest[0][0] == neuron.readouts["v"].highest[0][0]
+    assert neuron.similar["qk"][0].neuron == their_neuron.similar["qk"][0].neuron
+    away = [name for name, weight in spread.plain.named_parameters() if weight.is_meta]
+    assert any("layers.1.mlp" in name for name in away)
+    if family == "llama":
+        with pytest.raises(UserError, match="weights of layer 1 are kept elsewhere"), acting(spread, {1: Exchange()}):
+            pass
 
 
 def test_a_dequantized_model_is_spread_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
