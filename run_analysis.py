@@ -264,9 +264,7 @@ def neuron(
 @app.command()
 @errors_reported()
 def theory(
-    activation: Annotated[
-        str | None, typer.Option(help="One unit: silu, clamped(silu,10), ...; default all.")
-    ] = None,
+    activation: Annotated[str | None, typer.Option(help="One unit: silu, clamped(silu,10), ...; default all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Directory for theory.csv and a figure; default none.")] = None,
     force: Force = False,
