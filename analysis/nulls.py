@@ -17,6 +17,7 @@ A unit that couples the neurons of a layer has no such null: a law of one neuron
 nulls are NaN.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +34,8 @@ NODES = 64
 """Nodes and polynomials of exchange; with them a null is off by under 1 % even where a is 40 times wider than the gate."""
 PER_NODE, REACH = 6, 8.0
 """Points of the grid for scaling, as a multiple of the nodes, and how many standard deviations it reaches to each side."""
+FINER = 4
+"""So many times as many points where up is not linear: a factor may then jump, in a limit of scaling."""
 
 Neurons = Float64[Tensor, " d_mlp"]
 
@@ -88,42 +91,57 @@ def gaussian_nulls(law: Law, unit: Unit, balance: Neurons, alphas: Sequence[floa
         nothing = Parts(*[torch.full_like(law.mean_a, torch.nan)] * 2)
         return dict.fromkeys(("exchange", "exchange_balanced", *map(scaling_name, alphas)), nothing)
     points, transform = _hermite(nodes)
-    powers = law.corr_ab.nan_to_num(nan=0.0) ** torch.arange(nodes, dtype=torch.float64)[:, None]
-    a = law.mean_a + law.std_a * points
-    b = law.mean_b + law.std_b * points
-
-    def mean(of_a: Tensor, of_b: Tensor) -> Neurons:
-        """E[f(a) f′(b)] from both factors at the nodes, [node, d_mlp]."""
-        return ((transform @ of_a) * (transform @ of_b) * powers).sum(dim=0)
-
-    def compare(gates: tuple[Tensor, Tensor], ups: tuple[Tensor, Tensor]) -> Parts:
-        """h is gates[0](a)·ups[0](b), h′ is gates[1](a)·ups[1](b)."""
-        before, after = mean(gates[0].square(), ups[0].square()), mean(gates[1].square(), ups[1].square())
-        gap = before + after - 2 * mean(gates[0] * gates[1], ups[0] * ups[1])
-        return Parts(gap.clamp(min=0), 2 * (before + after))
+    mehler, a, b = _Mehler(transform, law.corr_ab), law.mean_a + law.std_a * points, law.mean_b + law.std_b * points
 
     def exchange(key: Tensor) -> Parts:
-        return compare((unit.gate(a), unit.up(a)), (unit.up(key), unit.gate(key)))
+        return mehler.compare((unit.gate(a), unit.up(a)), (unit.up(key), unit.gate(key)))
 
     balanced = exchange(balance * b)
     nulls = {
         "exchange": exchange(b),
         "exchange_balanced": Parts(balanced.gap / balance.square(), balanced.scale / balance.square()),
     }
-    if unit.up_is_linear:
-        return nulls | _scaling_nulls(law, unit, alphas, PER_NODE * nodes)
+    scaling = _scaling_nulls if unit.up_is_linear else _bounded_scaling_nulls
+    return nulls | scaling(law, unit, alphas, nodes)
+
+
+@dataclass(frozen=True)
+class _Mehler:
+    """Sums over Hermite degrees: values at points, [point, d_mlp], become expectations."""
+
+    transform: Float64[Tensor, "degree point"]
+    correlation: Neurons
+
+    def mean(self, of_a: Tensor, of_b: Tensor) -> Neurons:
+        """E[f(a) f′(b)] from both factors at the points."""
+        degrees = torch.arange(len(self.transform), dtype=torch.float64)[:, None]
+        powers = self.correlation.nan_to_num(nan=0.0) ** degrees
+        return ((self.transform @ of_a) * (self.transform @ of_b) * powers).sum(dim=0)
+
+    def compare(self, gates: tuple[Tensor, Tensor], ups: tuple[Tensor, Tensor]) -> Parts:
+        """h is gates[0](a)·ups[0](b), h′ is gates[1](a)·ups[1](b)."""
+        before, after = (self.mean(gate.square(), up.square()) for gate, up in zip(gates, ups, strict=True))
+        gap = before + after - 2 * self.mean(gates[0] * gates[1], ups[0] * ups[1])
+        return Parts(gap.clamp(min=0), 2 * (before + after))
+
+
+def _bounded_scaling_nulls(law: Law, unit: Unit, alphas: Sequence[float], nodes: int) -> dict[str, Parts]:
+    """Scaling where up is not linear: as exchange, with the integrals on an even grid."""
+    points, transform = _even(nodes, FINER * PER_NODE * nodes)
+    mehler, a, b = _Mehler(transform, law.corr_ab), law.mean_a + law.std_a * points, law.mean_b + law.std_b * points
+    nulls = {}
     for alpha in alphas:
         gates, ups = (unit.gate(a), unit.scaled_gate(a, alpha)), (unit.up(b), unit.scaled_up(b, alpha))
-        nulls[scaling_name(alpha)] = compare(gates, ups)
+        nulls[scaling_name(alpha)] = mehler.compare(gates, ups)
     return nulls
 
 
-def _scaling_nulls(law: Law, unit: Unit, alphas: Sequence[float], points: int) -> dict[str, Parts]:
+def _scaling_nulls(law: Law, unit: Unit, alphas: Sequence[float], nodes: int) -> dict[str, Parts]:
     """Scaling where up(b) = b: given a, b² has the mean (m + ρsx)² + s²(1 − ρ²), and one integral over x remains.
 
     It is done on an even grid, which resolves a gate that is narrow against a wide a where few Hermite nodes do not.
     """
-    x = torch.linspace(-REACH, REACH, points, dtype=torch.float64)[:, None]
+    x = torch.linspace(-REACH, REACH, PER_NODE * nodes, dtype=torch.float64)[:, None]
     density = torch.exp(-x.square() / 2)
     correlation = law.corr_ab.nan_to_num(nan=0.0)
     given = (law.mean_b + correlation * law.std_b * x).square() + law.std_b.square() * (1 - correlation.square())
@@ -146,6 +164,17 @@ def _hermite(nodes: int) -> tuple[Float64[Tensor, "node 1"], Float64[Tensor, "de
     for k in range(1, nodes - 1):
         rows.append((points * rows[k] - np.sqrt(k) * rows[k - 1]) / np.sqrt(k + 1))
     return torch.from_numpy(points)[:, None], torch.from_numpy(np.array(rows) * root)
+
+
+@cache
+def _even(degrees: int, count: int) -> tuple[Float64[Tensor, "point 1"], Float64[Tensor, "degree point"]]:
+    """The same on an even grid, which sees kinks and jumps better than few nodes."""
+    x = torch.linspace(-REACH, REACH, count, dtype=torch.float64)
+    density = torch.exp(-x.square() / 2)
+    rows = [torch.ones_like(x), x]
+    for k in range(1, degrees - 1):
+        rows.append((x * rows[k] - math.sqrt(k) * rows[k - 1]) / math.sqrt(k + 1))
+    return x[:, None], torch.stack(rows) * (density / density.sum())
 
 
 def _variance(square: Neurons, mean: Neurons) -> Neurons:

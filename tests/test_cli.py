@@ -272,8 +272,21 @@ def test_theory_that_fails_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None
     assert "25 of 37 claims hold." in out  # 3 on the gated form, 4 on its rank r, value rescaling on the 5 others
 
 
+@pytest.mark.parametrize("name", ["clamped(silu,7)", "top_k(gelu_pytorch_tanh,0.95)", "soft_capped(tanh,30)"])
+def test_theory_takes_units_with_parameters(name: str, tmp_path: Path) -> None:
+    code, out, err = call("theory", "--activation", name, "--out", tmp_path / "theory")
+    claims = pd.read_csv(tmp_path / "theory" / "theory.csv")
+    assert (code, err) == (0, "")
+    assert set(claims["unit"]) == {name}
+    assert claims["passed"].all()
+    assert "FAILS" not in out
+
+
 def test_theory_of_an_unknown_activation_is_one_line() -> None:
-    assert "unknown gate activation 'mish'" in refused("theory", "--activation", "mish")
+    said = refused("theory", "--activation", "mish")
+    assert "unknown gate activation 'mish'" in said
+    assert "top_k(NAME,NUMBER)" in said
+    assert "give a limit above 0" in refused("theory", "--activation", "clamped(silu,0)")
 
 
 def test_layers_are_lists_of_indices_and_ranges() -> None:

@@ -29,7 +29,7 @@ from analysis.edits import (
 from analysis.errors import UserError
 from analysis.noise import directions
 from analysis.progress import Progress
-from analysis.units import GatedUnit
+from analysis.units import GatedUnit, unit_named
 
 SILU = GatedUnit(activation_named("silu"))
 Scalar = Callable[[float, float, dict[str, float]], float]
@@ -182,6 +182,10 @@ def test_edits_are_read_from_the_command_line() -> None:
     assert existing_edits(("exchange", "bilinear-limit", "relu-limit"), [sigmoid]) == ("exchange", "relu-limit")
     assert existing_edits(("exchange", "bilinear-limit"), [SILU, sigmoid]) == ("exchange",)
     assert existing_edits(("exchange", "relu-limit"), [SILU]) == ("exchange", "relu-limit")
+    clamped = unit_named("clamped(silu,7)")  # its limits exist, and are neither bilinear nor relufied
+    assert clamped.limits == (0, math.inf)
+    assert existing_edits(("exchange", "bilinear-limit", "relu-limit"), [clamped]) == ("exchange",)
+    assert existing_edits(("relu-limit",), [unit_named("top_k(gelu,0.5)")]) == ("relu-limit",)
 
 
 @pytest.mark.parametrize(

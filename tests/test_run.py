@@ -15,6 +15,7 @@ from analysis import directory as directory_module
 from analysis.directory import check_writable, is_run, staged
 from analysis.errors import UserError
 from analysis.run import MOMENTS_FILE, Run
+from analysis.units import unit_named
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from tests.tiny import save_tiny
@@ -42,6 +43,13 @@ def assert_same(first: Run, second: Run, exact: bool = True) -> None:
         assert layer.interaction_antisymmetry == second.layers[index].interaction_antisymmetry
         for name, values in layer.geometry.tensors().items():
             assert torch.equal(values, second.layers[index].geometry.tensors()[name])
+
+
+def test_a_unit_with_parameters_comes_back_with_them(run: Run, tmp_path: Path) -> None:
+    units = [unit_named(name) for name in ("multiplied(silu,0.3)", "top_k(gelu,0.95)", "gpt_oss(1.1,2.5)")]
+    layers = {index: replace(layer, unit=units[index % 3]) for index, layer in run.layers.items()}
+    replace(run, layers=layers).save(tmp_path / "run")
+    assert [layer.unit for layer in Run.load(tmp_path / "run").layers.values()] == units
 
 
 def test_a_saved_run_comes_back(run: Run, tmp_path: Path) -> None:

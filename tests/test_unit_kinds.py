@@ -21,12 +21,13 @@ from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConf
 from transformers.models.inkling2.modeling_inkling2 import Inkling2SoftcappedSwiGLU
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
+from analysis import measures
 from analysis.errors import UserError
 from analysis.unit import GatedUnit, Unit
 from analysis.unit_kinds import GptOssUnit, TopKUnit
 from analysis.units import OTHER_UNITS, PARAMETERS, candidate_units, nearest_unit, unit_named
 from tests import reference
-from tests.analysis_helpers import TWINS, assert_close
+from tests.analysis_helpers import TWINS, assert_close, layer_sums, random_case
 
 ACTIVATION = {name: reference.ACTIVATIONS[twin][0] for name, twin in TWINS.items()}
 D_MLP = 24
@@ -223,6 +224,30 @@ def test_euler_written_out_is_what_differentiation_gives(name: str) -> None:
     near_zero = 1e-5 * a.float()
     assert unit.euler(near_zero, b.float()).isfinite().all()
     assert unit.euler(torch.zeros_like(a), b).isfinite().all()
+
+
+@pytest.mark.parametrize("name", SCALAR)
+def test_the_numbers_of_a_layer_are_those_of_loops(name: str) -> None:
+    unit, scalar = unit_named(name), SCALAR[name]
+    case = random_case(unit, (9, 8), 5, draws=1)
+    case = case.with_data(lambda a, b: (unit.span * a, unit.span * b))
+    (a, b, w), sums = case.grids, layer_sums(case.moments)
+    close = pytest.approx
+    assert float(measures.exchange(sums)) == close(reference.exchange(scalar, a, b, w).pooled_asymmetry, rel=1e-9)
+    assert float(measures.placement(sums)) == close(reference.placement(scalar, a, b, w).pooled_asymmetry, rel=1e-9)
+    for place, alpha in enumerate(case.layout.alphas):
+        near = {0.0: 1e-9, math.inf: 1e9}.get(alpha, alpha)
+        expected = reference.scaling(scalar, a, b, w, near).pooled_asymmetry
+        assert float(measures.scaling(sums)[place]) == close(expected, rel=1e-5, abs=1e-12)
+        others = reference.everyone_else(a, b, case.k.tolist() if unit.up_is_linear else None)
+        expected = reference.scaling(scalar, *others, w, near).pooled_asymmetry
+        assert float(measures.scaling_null_repaired(sums)[place]) == close(expected, rel=1e-5, abs=1e-12)
+    assert float(measures.euler_residual(sums)) == close(
+        reference.euler_residual_generic(scalar, a, b, w)[1], rel=1e-4, abs=1e-7
+    )
+    partner = case.partners[0].tolist()
+    expected = reference.repaired_null(scalar, a, b, w, partner).pooled_asymmetry
+    assert float(measures.exchange_null_repaired(sums)) == close(expected, rel=1e-9)
 
 
 # --- the models' own code
