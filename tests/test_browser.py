@@ -26,6 +26,7 @@ from reports.directory import write_directory
 from reports.html import report_html
 from reports.tables import Tables, tables_of
 from tests.hostile import CORPUS, SCRIPT, TOKENS, hostile_tokenizer
+from tests.test_mixtures import with_experts
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.browser
@@ -166,6 +167,36 @@ def test_half_a_million_neurons_are_workable(browser: Browser, hostile_run: Run,
 @pytest.fixture(scope="module")
 def tables(hostile_run: Run) -> Tables:
     return tables_of(hostile_run)
+
+
+def test_neurons_are_found_by_their_expert(browser: Browser, llama: LoadedModel, tmp_path: Path) -> None:
+    run = with_experts(analyze(llama, llama.read(context=32, max_tokens=320), draws=3, quiet=True))
+    mixtures = tables_of(run)
+    html = report_html(run, mixtures, drawn.draw_all(mixtures))
+    with opened(browser, written(html, tmp_path), viewport={"width": 390, "height": 900}) as tab:
+        tab.wait_for_selector(READY)
+        timed(tab, typed("1:2:3"))
+        assert [row[:3] for row in rows(tab)] == [["1", "2", "3"]]
+        timed(tab, typed("shared:1"))
+        assert sorted(row[:3] for row in rows(tab)) == [["1", "shared", "1"], ["2", "shared", "1"]]
+        timed(tab, typed("2:1"))
+        assert sorted(row[:3] for row in rows(tab)) == [
+            ["2", "0", "1"],
+            ["2", "1", "1"],
+            ["2", "2", "1"],
+            ["2", "shared", "1"],
+        ]
+        timed(tab, typed("expert=-1"))
+        assert len(rows(tab)) == 6
+        timed(tab, typed("0:1"))
+        assert [row[:3] for row in rows(tab)] == [["0", "–", "1"]]
+        tab.locator("#experts th:has-text('expert') button").first.click()
+        assert [text.rstrip("*") for text in tab.locator("#experts tbody td:nth-child(2)").all_inner_texts()][
+            -1
+        ] == "shared"
+        no_overflow(tab)
+        found = Axe().run(tab).response["violations"]
+        assert [f"{fault['id']}: {fault['nodes'][0]['html']}" for fault in found] == []
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -123,7 +123,7 @@ def test_what_comes_from_outside_cannot_act(run: Run, figures: dict[str, Figure]
 def test_the_page_holds_the_runs_numbers(html: str, tables: Tables) -> None:
     page = Page(html)
     columns = unpacked(page)
-    assert set(columns) == set(NEURON_COLUMNS) - {"expert"}
+    assert set(columns) == set(NEURON_COLUMNS) - {"expert", "n_tokens"}
     for name, values in columns.items():
         exact = tables.neurons[name].to_numpy(dtype=float)
         np.testing.assert_allclose(values, exact, rtol=2.0**-15, atol=0, equal_nan=True, err_msg=name)
@@ -137,7 +137,7 @@ def test_the_page_holds_the_runs_numbers(html: str, tables: Tables) -> None:
 
 def test_shown_columns_are_those_of_the_tables(tables: Tables) -> None:
     assert set(LAYER_COLUMNS) - set(tables.layers.columns) == {"exchange_balanced_null_random"}
-    assert set(NEURON_COLUMNS) - set(tables.neurons.columns) == {"expert"}
+    assert set(NEURON_COLUMNS) - set(tables.neurons.columns) == {"expert", "n_tokens"}
     assert set(EXTREME_COLUMNS) <= set(tables.extremes.columns)
 
 
