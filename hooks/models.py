@@ -285,7 +285,7 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
     configs: dict[int, Any] = {}
 
     def again(module: nn.Module) -> nn.Module:
-        if not module._modules:
+        if not module._modules and not any(isinstance(value, PreTrainedConfig) for value in vars(module).values()):
             return module
         twin = copy.copy(module)
         vars(twin)["_modules"] = {name: child and again(child) for name, child in module._modules.items()}

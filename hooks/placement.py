@@ -71,7 +71,12 @@ def form_of_gain(norm: nn.Module, before: Rows, x: Rows) -> tuple[Vector, str] |
         apart = [_misalignment(shifted, gain.double() * given) for given in (before, centered)]
         errors[form] = (min(apart), gain)
     form = min(errors, key=lambda name: errors[name][0])
-    return (errors[form][1], form) if errors[form][0] <= SLACK * TOLERANCE[x.dtype] else None
+    return (errors[form][1], form) if errors[form][0] <= _limit(x.dtype) else None
+
+
+def _limit(dtype: torch.dtype) -> float:
+    """Norms compute in float32, also those of a model in float64."""
+    return SLACK * max(TOLERANCE[dtype], TOLERANCE[torch.float32])
 
 
 def _gains(norm: nn.Module, x: Rows) -> Iterator[tuple[str, Vector]]:
@@ -116,7 +121,7 @@ def gain_after(
 
     zero = given(torch.zeros_like(z))
     once, twice = ((given(factor * z) - zero) / (factor * z).double() for factor in (1, 2))
-    z, limit = z.double(), SLACK * TOLERANCE[y.dtype]
+    z, limit = z.double(), _limit(y.dtype)
     if _apart(once, twice) <= limit:
         return _linear(once, limit, constants, nothing)
     if _apart(once, 2 * twice) <= limit:
@@ -185,7 +190,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 def parallel(x: Rows, y: Rows) -> bool:
     """Whether corresponding rows are parallel, within rounding."""
-    return _misalignment(x.double(), y.double()) <= SLACK * TOLERANCE[x.dtype]
+    return _misalignment(x.double(), y.double()) <= _limit(x.dtype)
 
 
 def _misalignment(x: Tensor, y: Tensor) -> float:

@@ -95,14 +95,21 @@ class _Finder:
     layout: tuple[bool, slice, slice, Unit] | None = None
 
     def units(self, layer: int, module: nn.Module) -> list[Unit]:
-        """What g of a module may be, the likeliest first: its own parameters count more than the configuration's."""
-        parameters: dict[str, float | None] = {}
-        for key in PARAMETERS:
-            values = (getattr(one, key, None) for one in (module, self.config))
-            value = next((value for value in values if value is not None), None)
-            value = value[layer] if isinstance(value, list | tuple) and layer < len(value) else value
-            parameters[key] = value if isinstance(value, float | int) else None
-        return candidate_units(configured_activations(self.config), parameters)
+        """What g of a module may be, the likeliest first.
+
+        Its own parameters count, then those of the configuration, which may speak of other modules: a clamp that nothing
+        reaches on the probe would be taken for proved.
+        """
+        found: dict[str, Unit] = {}
+        for holder in (module, self.config):
+            parameters: dict[str, float | None] = {}
+            for key in PARAMETERS:
+                value = getattr(holder, key, None)
+                value = value[layer] if isinstance(value, list | tuple) and layer < len(value) else value
+                parameters[key] = value if isinstance(value, float | int) else None
+            for unit in candidate_units(configured_activations(self.config), parameters):
+                found.setdefault(unit.name, unit)
+        return list(found.values())
 
     def in_block(self, layer: int, seen: Seen) -> Site | Mixture:
         """The dense site or the mixture of a block; NotASiteError with the reason if it is neither."""

@@ -87,7 +87,7 @@ def test_layers_without_a_view_in_transformerlens_have_no_names(directories: dic
         ("gemma3n", ("pre_feedforward_layernorm", 0), NOT_PROVED),
     ],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_what_stands_before_and_after_the_mlp_is_folded(
     directories: dict[str, Path], family: str, before: Any, after: Any, dtype: str
 ) -> None:
