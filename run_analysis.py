@@ -43,7 +43,7 @@ Model = Annotated[str, typer.Argument(help="Built-in name, hub id (org/name), di
 Tokens = Annotated[int, typer.Option(min=1, help="Stop after the window that reaches this many tokens.")]
 Context = Annotated[int, typer.Option(min=2, help="Tokens in a window, BOS included.")]
 SkipPositions = Annotated[int, typer.Option(min=0, help="Leading positions fed but not counted.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, spread (over all GPUs).")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
