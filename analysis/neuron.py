@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from analysis.experts import neuron_name
 from analysis.extremes import largest_first, reading_order
 from analysis.noise import mixed
 from analysis.readouts import Readout, Similar
@@ -206,9 +207,8 @@ class NeuronRecord:
     @property
     def name(self) -> str:
         """LAYER:INDEX or LAYER:EXPERT:INDEX, as on the command line."""
-        if self.expert is None:
-            return f"{self.layer}:{self.neuron}"
-        return f"{self.layer}:{'shared' if self.expert < 0 else self.expert}:{self.index}"
+        index = self.neuron if self.index is None else self.index
+        return f"{self.layer}:{neuron_name({'neuron': index, 'expert': self.expert})}"
 
 
 def contexts_of(strongest: Strongest, unit: Unit, windows: dict[int, tuple[str, ...]]) -> tuple[Context, ...]:

@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
+from analysis.experts import neuron_name
+
 Vector = Float[Tensor, " d_model"]
 Table = Float[Tensor, "token d_model"]
 Neurons = Float64[Tensor, " d_mlp"]
@@ -61,6 +63,11 @@ class Similar:
     cosine: float
     exchanged: bool = False
     expert: int | None = None
+
+    @property
+    def name(self) -> str:
+        """LAYER:INDEX or LAYER:EXPERT:INDEX, as on the command line."""
+        return f"{self.layer}:{neuron_name({'neuron': self.neuron, 'expert': self.expert})}"
 
 
 def promoted(v: Vector, unembedding: Table, gain: Vector) -> Float64[Tensor, " token"]:

@@ -23,9 +23,10 @@ from torch.utils.hooks import RemovableHandle
 
 from analysis.actions import Action
 from analysis.errors import UserError
+from analysis.experts import SHARED
 from hooks.ears import Extract, sources_of
 from hooks.models import LoadedModel
-from hooks.sites import SHARED, Mixture, Site
+from hooks.sites import Mixture, Site
 from hooks.taps import Routing, Tap
 
 Activations = Float[Tensor, "batch pos d_mlp"]

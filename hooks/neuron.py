@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from analysis.errors import UserError
+from analysis.experts import SHARED
 from analysis.neuron import NeuronRecord, Seen, by_quadrant
 from analysis.readouts import Readout, Similar, cosines, ends, excitation, nearest, pair_cosines, promoted
 from analysis.run import Layer, Run
@@ -27,7 +28,7 @@ from hooks.corpus import Corpus
 from hooks.models import LoadedModel
 from hooks.network import find_ends
 from hooks.reading import Stream, read_through
-from hooks.sites import SHARED, Mixture, Site
+from hooks.sites import Mixture, Site
 from hooks.streams import geometry_of_layer, stream_of
 from hooks.taps import Routing
 
@@ -134,12 +135,12 @@ class NeuronStream(Stream):
     def is_finite(self) -> Bool[Tensor, ""]:
         return torch.tensor(self._finite)
 
-    def keep(self, heard: Float[Tensor, "batch pos d_mlp"]) -> Float[Tensor, "batch pos"]:
-        return heard[:, :, self._neuron].double().cpu()
+    def keep(self, heard: Float[Tensor, "*place d_mlp"]) -> Float[Tensor, "*place"]:
+        return heard[..., self._neuron].double().cpu()
 
     def take(self, heard: dict[str, Any], batch: Batch) -> None:
-        everywhere = torch.ones_like(heard["a"], dtype=torch.bool)
-        self._take(heard.pop("a"), heard.pop("b"), everywhere, batch)
+        a, b = (heard.pop(symbol).reshape(len(batch.windows), -1) for symbol in "ab")
+        self._take(a, b, torch.ones_like(a, dtype=torch.bool), batch)
 
     def _take(
         self,

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from analysis.experts import SHARED
 from analysis.gated import GatedMLP
 from analysis.units import PARAMETERS, Unit, candidate_units, nearest_unit
 from hooks.network import blocks_of, hidden_of, run_whole
 from hooks.placement import NOTHING_AFTER, After, gain_after, gain_before, parallel
 from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
-from hooks.sites import SHARED, Found, Mixture, Site
+from hooks.sites import Found, Mixture, Site
 from hooks.taps import Claim, ExpertWeights, Routing, Stacks, claims_of, stacks_of, unread_stacks
 from hooks.watch import Seen, watch
 

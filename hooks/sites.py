@@ -16,13 +16,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from analysis.experts import SHARED
 from analysis.gated import GatedMLP
 from analysis.units import Unit
 from hooks.taps import Claim, Stacks, Weights
 from hooks.weights import place_of
-
-SHARED = -1
-"""The number of a shared expert."""
 
 Points = tuple[nn.Module, ...]
 

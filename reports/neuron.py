@@ -143,7 +143,7 @@ def costs(directory: Path, record: NeuronRecord) -> DataFrame:
         return DataFrame()
     except (OSError, ValueError) as error:
         raise UserError(f"{directory / 'neurons.parquet'} is not readable ({error}): analyze again") from error
-    layer = table[table["layer"] == record.layer].set_index("neuron")
+    layer = table[table["layer"] == record.layer].reset_index(drop=True)  # in the order of the layer's columns
     names = [name for name in layer if name.startswith(ATTRIBUTION) and f"{name}_se" in layer]
     rows = []
     for name in names:

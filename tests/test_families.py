@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from analysis.experts import SHARED
 from analysis.window import Batch, Window
 from hooks.forward import listen
 from hooks.models import LoadedModel, load_model
 from hooks.reading import Stream, Taking
-from hooks.sites import SHARED, Mixture, Site
+from hooks.sites import Mixture, Site
 from hooks.streams import parts_of
 from tests.catalogue import table, written
 from tests.mlps_by_hand import BY_FAMILY, load_plain, read_by_hand

@@ -172,7 +172,7 @@ def test_readouts_are_the_models_own_matrices(
     """Against Hugging Face's own weights, token by token; Cohere's one norm stands before attention and MLP alike."""
     model = load_model(str(save_tiny(family, tmp_path / family)), device="cpu")
     found = inspect_neuron(model, model.read(context=32, max_tokens=64), (1, 5), top=6, quiet=True)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / family)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / family).requires_grad_(False)
     block = plain.model.layers[1]
     gain, value_gain = (torch.ones(32) if name is None else getattr(block, name).weight + offset for name in (norm, after))
     q, k = ((gain * weight[5]).double() for weight in (block.mlp.gate_proj.weight, block.mlp.up_proj.weight))
@@ -464,3 +464,61 @@ def test_other_bad_input_is_refused(llama: LoadedModel, tiny_llama: Path, tmp_pa
     broken = replace(llama, found=Found({0: llama.sites[0]}, {}, {1: "it is a router", 2: "it is a router"}))
     with pytest.raises(UserError, match=r"none of the layers asked for can be analysed \(layer 1: it is a router\)"):
         inspect_neuron(broken, text, "1:7", quiet=True)
+
+
+@pytest.mark.parametrize("place", ["1:2:5", "1:shared:7"])
+def test_a_neuron_of_an_expert(place: str, tmp_path: Path) -> None:
+    """On the tokens that are sent to it, against the model's own modules; its page, and its costs from a run."""
+    directory = save_tiny("qwen2_moe", tmp_path / "model")
+    model = load_model(str(directory), device="cpu")
+    text = model.read(context=32, max_tokens=320)
+    record = inspect_neuron(model, text, place, top=4, quiet=True)
+    plain, seen = AutoModelForCausalLM.from_pretrained(directory), {}
+    mlp = plain.model.layers[1].mlp
+    mlp.experts.register_forward_pre_hook(lambda _, inputs: seen.update(x=inputs[0], index=inputs[1]))
+    found = []
+    for window in text.windows:
+        with torch.no_grad():
+            plain(window.tokens[None])
+        x, reached = seen["x"], (seen["index"] == 2).any(dim=1)
+        if place == "1:shared:7":
+            reached[:] = True
+            a, b = mlp.shared_expert.gate_proj(x)[:, 7], mlp.shared_expert.up_proj(x)[:, 7]
+        else:
+            a, b = x @ mlp.experts.gate_up_proj[2, 5], x @ mlp.experts.gate_up_proj[2, 24 + 5]
+        reached[: window.counted_from] = False
+        found.append(torch.stack([a, b])[:, reached].detach())
+    expected = torch.cat(found, dim=1)
+    assert record.n_tokens == expected.shape[1]
+    torch.testing.assert_close(record.sample.sort(dim=1).values.float(), expected.sort(dim=1).values, rtol=1e-4, atol=1e-4)
+    h = torch.nn.functional.silu(expected[0]) * expected[1]
+    strongest = max(abs(context.h[context.focus]) for contexts in record.contexts.values() for context in contexts)
+    assert float(strongest) == pytest.approx(float(h.abs().max()), rel=1e-4)
+    column = 4 * 24 + 7 if place == "1:shared:7" else 2 * 24 + 5
+    assert (record.neuron, record.name) == (column, place)
+    assert record.measured.moments.neuron["weight"].shape == (4 * 24 + 40,)
+    assert all(each.name.count(":") == 2 for each in record.similar["v"])
+    assert call("analyze", directory, "--out", tmp_path / "run", *QUICK)[0] == 0
+    code, *_ = call("neuron", directory, place, "--run", tmp_path / "run", "--out", tmp_path / "n.html", *QUICK)
+    assert code == 0
+    page = (tmp_path / "n.html").read_text(encoding="utf-8")
+    assert f"{'the shared expert' if 'shared' in place else 'expert 2'} of layer 1" in page
+    costs = NeuronPage(inspect_neuron(model, text, place, run=tmp_path / "run", quiet=True)).costs
+    table = pd.read_parquet(tmp_path / "run" / "neurons.parquet")
+    mine = table[(table["layer"] == 1) & (table["expert"] == record.expert) & (table["neuron"] == record.index)]
+    assert len(mine) == 1
+    assert costs.set_index("edit").loc["exchange", "attribution"] == pytest.approx(
+        float(mine["attribution_exchange"].iloc[0])
+    )
+
+
+def test_a_neuron_of_a_mixture_is_named_with_its_expert(tmp_path: Path) -> None:
+    directory = save_tiny("qwen2_moe", tmp_path / "model")
+    for place, message in (
+        ("1:5", "layer 1 has experts 0-3, and a shared one: write a neuron of it as LAYER:EXPERT:INDEX"),
+        ("1:9:0", "layer 1 has experts 0-3, and a shared one"),
+        ("1:2:24", "neuron 24 is out of range: expert 2 of layer 1 has neurons 0-23"),
+        ("1:none:2", "'1:none:2' is no neuron"),
+        ("1:2:3:4", "'1:2:3:4' is no neuron"),
+    ):
+        assert message in refused("neuron", directory, place, "--out", tmp_path / "n.html", *QUICK)
