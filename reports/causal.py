@@ -52,7 +52,7 @@ class CausalTables:
     def of(cls, causal: Causal, tables: Tables) -> "CausalTables":
         costs = causal_table(causal, tables.layers, tables.curves)
         neurons = None if causal.attribution is None else neuron_columns(causal.attribution)
-        singly = None if causal.one_by_one is None else one_by_one_table(causal.one_by_one)
+        singly = None if causal.one_by_one is None else _with_experts(one_by_one_table(causal.one_by_one), tables.neurons)
         return cls(costs, neurons, replaceable_table(costs, neurons), singly, agreement_table(costs, singly))
 
     def joined_to(self, tables: Tables) -> Tables:
@@ -60,10 +60,9 @@ class CausalTables:
         layers = tables.layers.merge(layer_columns(self.costs), on="layer", how="left")
         neurons = tables.neurons
         if self.neurons is not None:
-            # By place in the layer: in a mixture of experts ``neuron`` is the index within the expert.
-            placed = neurons.assign(place=neurons.groupby("layer").cumcount())
             costs = self.neurons.rename(columns={"neuron": "place"})
-            neurons = with_cost_per_asymmetry(placed.merge(costs, on=["layer", "place"], how="left").drop(columns="place"))
+            joined = _placed(neurons).merge(costs, on=["layer", "place"], how="left")
+            neurons = with_cost_per_asymmetry(joined.drop(columns="place"))
         return replace(tables, layers=layers, neurons=neurons)
 
     def write(self, folder: Path) -> None:
@@ -72,6 +71,21 @@ class CausalTables:
         for ending, table in parts.items():
             if table is not None and len(table):
                 table.to_csv(folder / f"causal{ending}.csv", index=False)
+
+
+def _placed(neurons: pd.DataFrame) -> pd.DataFrame:
+    """With the place of every neuron in its layer: in a mixture of experts ``neuron`` is the index within the expert."""
+    return neurons.assign(place=neurons.groupby("layer").cumcount())
+
+
+def _with_experts(table: pd.DataFrame, neurons: pd.DataFrame) -> pd.DataFrame:
+    """A table of neurons by their place in the layer, by expert and index where there are experts."""
+    if "expert" not in neurons:
+        return table
+    names = _placed(neurons)[["layer", "place", "expert", "neuron"]]
+    named = table.rename(columns={"neuron": "place"}).merge(names, on=["layer", "place"], how="left")
+    first = ["layer", "expert", "neuron"]
+    return named[[*first, *(name for name in named if name not in (*first, "place"))]]
 
 
 def column_name(edit: str) -> str:
