@@ -1,7 +1,8 @@
 """Geometry of a neuron's query, key and value: weights only, no data.
 
 The gain of the norm before the MLP belongs to the map from the residual stream to (a, b), so it is folded into q and k
-before they are compared: q → γ ⊙ q, k → γ ⊙ k. Then all three vectors live in the residual stream.
+before they are compared: q → γ ⊙ q, k → γ ⊙ k. What is applied to the output before it reaches the residual stream, the
+gain of a norm after the MLP or a multiplier, belongs to v likewise: v → γ′ ⊙ v. Then all three live in the residual stream.
 
 The score ‖q‖‖k‖‖v‖ is unchanged by every rescaling that leaves the neuron as it is (k → βk with v → v/β), as are the
 cosines up to sign. Aligned q and k (cosine near 1) make exchange nearly free: the neuron sees a ≈ c·b.
@@ -19,7 +20,7 @@ _ELEMENTS = 2**17
 
 @dataclass(frozen=True)
 class Geometry:
-    """Cosines, norms and score of every neuron of a layer, with the norm gain folded into q and k.
+    """Cosines, norms and score of every neuron of a layer, with the gains before and after it folded into q, k and v.
 
     All are [d_mlp] in float64.
     """
@@ -38,11 +39,18 @@ class Geometry:
         k: Float[Tensor, "d_mlp d_model"],
         v: Float[Tensor, "d_mlp d_model"],
         gain: Float[Tensor, " d_model"],
+        value_gain: Float[Tensor, " d_model"] | None = None,
     ) -> "Geometry":
-        """From the weights as the model holds them and the gain of the norm before them (ones where there is none)."""
-        gain = gain.double()
+        """From the weights as the model holds them.
+
+        Args:
+            q, k, v: one row a neuron.
+            gain: of the norm before them, ones where there is none.
+            value_gain: what is applied to the layer's output before it reaches the residual stream; None for nothing.
+        """
+        gain, after = gain.double(), torch.ones_like(gain).double() if value_gain is None else value_gain.double()
         some = [
-            _products(q[rows].double() * gain, k[rows].double() * gain, v[rows].double())
+            _products(q[rows].double() * gain, k[rows].double() * gain, v[rows].double() * after)
             for rows in _rows_at_once(*q.shape)
         ]
         norm_q, norm_k, norm_v, qk, qv, kv = torch.cat(some, dim=1).cpu()

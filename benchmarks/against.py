@@ -139,7 +139,7 @@ def _statistics(model: LoadedModel, corpus: Corpus, batch: int, kept: Kept) -> S
     """The same sums from what was cached, in torch."""
     sums = {}
     for layer, site in model.sites.items():
-        geometry = Geometry.of(site.q, site.k, site.v, site.gain)
+        geometry = Geometry.of(*site.weights.matrices, site.gain, site.value_gain)
         pairing = geometry.pairing(site.q, site.k, site.gain, derangements(len(site.q), DEFAULT_DRAWS, layer))
         reduce = TileReducer(site.unit, Layout.of(site.unit, DEFAULT_ALPHAS), geometry, pairing)
         accumulator = Accumulator(len(site.q), reduce)

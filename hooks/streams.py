@@ -56,8 +56,7 @@ class LayerStream(Stream):
 
 def geometry_of(site: Site) -> Geometry:
     """Of a site, with what is applied before and after it folded into its vectors."""
-    q, k, v = site.weights.matrices
-    return Geometry.of(q, k, v * site.value_gain, site.gain)
+    return Geometry.of(*site.weights.matrices, site.gain, site.value_gain)
 
 
 def geometry_of_layer(layer: Site | Mixture) -> Geometry:
@@ -157,8 +156,9 @@ def parts_of(mixture: Mixture, heard: dict[str, Any], batch: Batch) -> Iterator[
 
 def _gained(site: Site) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with what stands before and after them."""
-    q, k, v = site.weights.matrices
-    return q * site.gain, k * site.gain, v * site.value_gain
+    gains, wide = (site.gain, site.gain, site.value_gain), torch.promote_types(site.dtype, torch.float32)
+    q, k, v = (weight.to(wide) * gain for weight, gain in zip(site.weights.matrices, gains, strict=True))
+    return q, k, v
 
 
 def gain_in_words(site: Site) -> str:

@@ -113,7 +113,7 @@ DEFINITIONS = (
     Definition(
         "cos_qk, cos_qv, cos_kv, norm_q, norm_k, norm_v",
         "cosines and lengths of q, k and v",
-        "From the weights, with the gain of the norm before the MLP folded into q and k.",
+        "From the weights, with the gain of the norm before the MLP folded into q and k, what is applied after it into v.",
     ),
     Definition(
         "score, score_max_ratio", "‖q‖‖k‖‖v‖, and the largest over the median", "The same for every k → βk, v → v/β."
@@ -172,7 +172,7 @@ NEURON_COLUMNS = {
     "cos_kv": "cosine of key and value",
     "norm_q": "length of q, norm gain folded",
     "norm_k": "length of k, norm gain folded",
-    "norm_v": "length of v",
+    "norm_v": "length of v, with what is applied after it folded",
 }
 """The columns of neurons.parquet that go into the page, with a word on each; the page says where the rest is."""
 LAYER_COLUMNS = {

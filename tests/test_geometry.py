@@ -99,3 +99,18 @@ def test_cosine_with_a_zero_vector_is_missing() -> None:
     geometry = Geometry.of(q, torch.zeros_like(k), v, gain)
     assert geometry.cos_qk.isnan().all()
     assert (geometry.score == 0).all()
+
+
+def test_what_is_applied_after_the_mlp_belongs_to_v() -> None:
+    q, k, v = (torch.randn(5, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2, 3))
+    gain, after = torch.tensor([1.0, 2.0, 0.5, 3.0]), torch.tensor([0.5, -1.0, 2.0, 0.25])
+    found, bare = Geometry.of(q, k, v, gain, after), Geometry.of(q, k, v, gain)
+    for neuron in range(5):
+        folded = [float(after[i]) * float(v[neuron, i]) for i in range(4)]
+        query = [float(gain[i]) * float(q[neuron, i]) for i in range(4)]
+        size, other = sum(x * x for x in folded) ** 0.5, sum(x * x for x in query) ** 0.5
+        assert float(found.norm_v[neuron]) == pytest.approx(size)
+        cosine = sum(x * y for x, y in zip(query, folded, strict=True)) / (size * other)
+        assert float(found.cos_qv[neuron]) == pytest.approx(cosine)
+    assert torch.equal(found.norm_q, bare.norm_q)
+    assert torch.equal(Geometry.of(q, k, v, gain, torch.ones(4)).norm_v, bare.norm_v)
