@@ -89,6 +89,7 @@ def _gains(norm: nn.Module, x: Rows) -> Iterator[tuple[str, Vector]]:
 
 def gain_after(
     run: Callable[[], Tensor],
+    gave: Tensor,
     module: nn.Module,
     y: Float[Tensor, "*place d_model"],
     block: nn.Module,
@@ -98,6 +99,7 @@ def gain_after(
 
     Args:
         run: runs the block on what it was given, and gives its output.
+        gave: what it gave on the probe, which it must give again.
         module: the module.
         y: its output on the probe.
         block: the block, among whose norms the one after the module is looked for.
@@ -106,7 +108,7 @@ def gain_after(
     nothing = After(torch.ones(y.shape[-1], dtype=y.dtype, device=y.device), NOT_PROVED)
     whole, d_model = run(), y.shape[-1]
     n_rows = whole.numel() // d_model
-    if whole.shape[-1] != d_model or y.numel() < whole.numel():
+    if whole.shape[-1] != d_model or y.numel() < whole.numel() or _apart(gave, whole) > _limit(y.dtype):
         return nothing
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (n_rows, d_model), generator=generator) * 2 - 1

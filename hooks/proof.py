@@ -115,7 +115,7 @@ class _Finder:
     def in_block(self, layer: int, seen: Seen) -> Site | Mixture:
         """The dense site or the mixture of a block; NotASiteError with the reason if it is neither."""
         dense, reason = self._dense(layer, seen)
-        every = list(stacks_of(seen.block, hidden_of(seen.again()).shape[-1]))
+        every = list(stacks_of(seen.block, seen.gave_itself.shape[-1]))
         if every:
             return self._mixture(layer, seen, dense, every)
         beside = {name.partition(".")[0] for name in unread_stacks(seen.block)}
@@ -151,7 +151,7 @@ class _Finder:
         form = GatedMLP(unit, *claim.matrices, *claim.biases)
         output_error = _proved_output(form, x, y)
         gain, source = gain_before(x, seen.norms(x))
-        after = gain_after(seen.again, claim.down, seen.calls[claim.down][2], seen.block, self.constants)
+        after = gain_after(seen.again, seen.gave_itself, claim.down, seen.calls[claim.down][2], seen.block, self.constants)
         errors = identity_error, output_error
         return Site(layer, unit, claim, gain, source, after.gain, after.source, *errors), after
 
@@ -165,9 +165,8 @@ class _Finder:
                 continue
             self.layout = stacks.turned, stacks.gate, stacks.up, unit
             gain, source = self._gain_of_experts(stacks, seen)
-            after = gain_after(
-                seen.again, stacks.module, hidden_of(seen.calls[stacks.module][2]), seen.block, self.constants
-            )
+            y = hidden_of(seen.calls[stacks.module][2])
+            after = gain_after(seen.again, seen.gave_itself, stacks.module, y, seen.block, self.constants)
             if after.by_token is not None:
                 raise NotASiteError("what its experts give has yet another weight for every token")
             gains = gain, source, after.gain, after.source

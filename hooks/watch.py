@@ -9,6 +9,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import Cache
 
 from hooks.network import hidden_of
 
@@ -21,6 +22,7 @@ class Seen:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     in_tuple: bool = False
+    output: Tensor | None = None
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     fired: Counter[nn.Module] = field(default_factory=Counter)
 
@@ -44,9 +46,17 @@ class Seen:
                 if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and output.shape[-1] == x.shape[-1]:
                     yield name, module, self.given(module), self.gave(module)
 
+    @property
+    def gave_itself(self) -> Tensor:
+        """What the block gave."""
+        assert self.output is not None
+        return self.output
+
     def again(self) -> Tensor:
-        """What the block gives when it is run once more on the same."""
-        return hidden_of(self.block(*self.args, **self.kwargs))
+        """What the block gives when it is run once more on the same, but for what it kept for later tokens."""
+        args = (None if isinstance(value, Cache) else value for value in self.args)
+        kwargs = {name: None if isinstance(value, Cache) else value for name, value in self.kwargs.items()}
+        return hidden_of(self.block(*args, **kwargs))
 
 
 def watch(block: nn.Module, look: Callable[[Seen], None], stack: ExitStack) -> None:
@@ -62,7 +72,7 @@ def watch(block: nn.Module, look: Callable[[Seen], None], stack: ExitStack) -> N
     def done(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for handle in handles:
             handle.remove()
-        seen.args, seen.kwargs, seen.in_tuple = args, kwargs, not isinstance(output, Tensor)
+        seen.args, seen.kwargs, seen.output, seen.in_tuple = args, kwargs, hidden_of(output), not isinstance(output, Tensor)
         look(seen)
         seen.calls.clear()
 

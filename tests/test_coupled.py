@@ -19,6 +19,7 @@ from analysis.units import unit_named
 from hooks.collect import analyze
 from hooks.models import LoadedModel
 from hooks.neuron import inspect_neuron
+from hooks.sites import Found
 from reports.theory_figures import units_figure
 from tests import reference
 from tests.analysis_helpers import (
@@ -128,7 +129,7 @@ def test_scaling_is_exact_for_a_gate_that_is_linear_above_its_cutoff() -> None:
 
 
 def test_a_neuron_of_its_own_has_no_gaussian_null(case: Case) -> None:
-    law = Law.of(case.moments.neuron, case.moments.n_tokens)
+    law = Law.of(case.moments.neuron)
     found = gaussian_nulls(law, case.unit, case.balance, case.layout.alphas)
     assert set(found) == {"exchange", "exchange_balanced", *map(scaling_name, case.layout.alphas)}
     assert all(null.by_neuron.isnan().all() and math.isnan(null.pooled(case.weight)) for null in found.values())
@@ -147,9 +148,9 @@ def test_a_run_says_why_there_is_no_gaussian_null(llama: LoadedModel) -> None:
 
 
 def test_one_neuron_of_such_a_layer_is_not_shown(llama: LoadedModel) -> None:
-    sites = {index: replace(site, unit=unit_named(NAME)) for index, site in llama.sites.items()}
+    found = Found({index: replace(site, unit=unit_named(NAME)) for index, site in llama.sites.items()})
     with pytest.raises(UserError, match=r"gates of layer 1 hang together \(top_k.*neurons.parquet"):
-        inspect_neuron(replace(llama, sites=sites), llama.read(context=32, max_tokens=64), "1:7", quiet=True)
+        inspect_neuron(replace(llama, found=found), llama.read(context=32, max_tokens=64), "1:7", quiet=True)
 
 
 def test_a_figure_of_it_says_that_there_is_none() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def seen_in(model: nn.Module, layer: int) -> Seen:
     found: list[Seen] = []
 
     def keep(seen: Seen) -> None:
-        found.append(Seen(seen.block, seen.args, seen.kwargs, seen.in_tuple, dict(seen.calls), seen.fired.copy()))
+        found.append(replace(seen, calls=dict(seen.calls), fired=seen.fired.copy()))
 
     with proof.ExitStack() as stack, torch.no_grad():
         watch(blocks_of(model, model.config.num_hidden_layers)[layer], keep, stack)
