@@ -37,7 +37,7 @@ from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel, load_model
 from hooks.reading import read_through
-from hooks.streams import SiteStream
+from hooks.streams import stream_of
 
 LIMITS = {"analysis": 1e-5, "nnsight": 1e-5, "cache": 1e-3}
 Sums = dict[int, np.ndarray]
@@ -98,7 +98,7 @@ def _run(answer: Connection, way: str, name: str, tokens: int, batch: int) -> No
 
 
 def _analysed(model: LoadedModel, corpus: Corpus, batch: int) -> Sums:
-    streams = {layer: SiteStream(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.sites.items()}
+    streams = {layer: stream_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.sites.items()}
     read_through(model, corpus, list(streams.values()), batch_size=batch, quiet=True)
     return {layer: stream.found().moments.neuron.values.numpy() for layer, stream in streams.items()}
 

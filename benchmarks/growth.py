@@ -28,7 +28,7 @@ from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel, load_model
 from hooks.reading import read_through
-from hooks.streams import SiteStream
+from hooks.streams import stream_of
 
 
 def main(out: Annotated[Path | None, typer.Option(help="Also write the numbers as JSON.")] = None) -> None:
@@ -56,7 +56,7 @@ def _seconds(model: LoadedModel, corpus: Corpus, n_layers: int) -> float:
     sites = list(model.sites.items())[:n_layers]
 
     def run() -> None:
-        streams = [SiteStream(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in sites]
+        streams = [stream_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in sites]
         started.append(time.perf_counter())
         read_through(model, corpus, streams, quiet=True)
 

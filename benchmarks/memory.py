@@ -23,7 +23,7 @@ from benchmarks.common import long_corpus, peak_memory, report
 from hooks.builtin import DEFAULT_MODEL
 from hooks.models import load_model
 from hooks.reading import read_through
-from hooks.streams import SiteStream
+from hooks.streams import stream_of
 
 
 def main(
@@ -50,7 +50,7 @@ def _run(answer: Connection, name: str, tokens: int) -> None:
     model = load_model(name)
     corpus = long_corpus(model, tokens)
     loaded, started = peak_memory(), time.perf_counter()
-    streams = [SiteStream(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.sites.items()]
+    streams = [stream_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.layers.items()]
     read_through(model, corpus, streams, quiet=True)
     answer.send((time.perf_counter() - started, loaded, peak_memory()))
 

@@ -36,7 +36,7 @@ from hooks.builtin import DEFAULT_MODEL
 from hooks.models import load_model, resolve_device, resolve_dtype
 from hooks.reading import read_through
 from hooks.sources import load_files, locate
-from hooks.streams import SiteStream
+from hooks.streams import stream_of
 
 Ask = Callable[[str], float]
 """Seconds of one plain pass: 'plain' or 'no head'."""
@@ -57,7 +57,7 @@ def main(
     model = load_model(name, dtype=dtype, device=device)
     corpus = model.read(context=context, max_tokens=batches * batch * context)
     tokens = torch.stack([window.tokens for window in corpus.windows]).split(batch)
-    streams = [SiteStream(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.sites.items()]
+    streams = [stream_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.layers.items()]
     seconds: dict[str, list[float]] = {"plain": [], "no head": [], "analysis": []}
     plainly = _here(model.plain, tokens) if model.device.type == "cuda" else _elsewhere(name, dtype, tokens, keep)
     with plainly as ask:

@@ -24,14 +24,14 @@ PROGRAM = """
 import time
 t = [time.perf_counter()]
 from hooks.models import load_model
-from hooks.streams import SiteStream
+from hooks.streams import stream_of
 from hooks.reading import read_through
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
 t.append(time.perf_counter())
 model = load_model({name!r})
 t.append(time.perf_counter())
 corpus = model.read(max_tokens=2048)
-streams = [SiteStream(s, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, s in model.sites.items()]
+streams = [stream_of(s, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, s in model.layers.items()]
 t.append(time.perf_counter())
 read_through(model, corpus, streams, quiet=True)
 t.append(time.perf_counter())

@@ -259,7 +259,9 @@ def test_gemma3_gives_eighteen_rows(gemma3: LoadedModel) -> None:
     assert list(layers["layer"]) == list(range(18))
     assert np.isfinite(layers.to_numpy(dtype=float)).all()
     assert {layer.unit.name for layer in run.layers.values()} == {"gelu_pytorch_tanh"}
-    assert {layer.gain for layer in run.layers.values()} == {"pre_feedforward_layernorm, γ = 1 + weight; v: post_feedforward_layernorm, γ = 1 + weight"}
+    assert {layer.gain for layer in run.layers.values()} == {
+        "pre_feedforward_layernorm, γ = 1 + weight; v: post_feedforward_layernorm, γ = 1 + weight"
+    }
     for layer in run.layers.values():
         assert measures.exchange(layer.moments.neuron).isfinite().all()
 
