@@ -160,16 +160,24 @@ def _price(one: Found, edit: str) -> tuple[str, str]:
 
 
 def _heaviest(found: Sequence[Found]) -> str:
-    """One line a layer: how much of the layer's energy the neuron has before exchange, and how much when all is counted."""
+    """One line a layer that few neurons make."""
+    header = ["model", "neuron", "effective neurons", "share of energy", "with exchanged", "gate open", "balanced exchange"]
     rows = []
     for one in found:
         table = one.heaviest.merge(one.layers[["layer", "effective_neurons"]], on="layer")
         for row in table[table["effective_neurons"] < FEW_NEURONS].to_dict("records"):
             shares = [f"{row[name]:.3f}" for name in ("energy_share", "share", "gate_positive", "exchange_balanced")]
-            ending = [f"{row['cos_qk']:.2f}".replace("-", "−"), f"{row['score_ratio']:.1f}"]
+            ending = [f"{row['cos_qk']:.2f}".replace("-", "−"), f"{row['score_ratio']:.1f}", _cost_alone(one, row)]
             rows.append([one.name, f"{row['layer']}:{row['neuron']}", f"{row['effective_neurons']:.1f}", *shares, *ending])
-    header = ["model", "neuron", "effective neurons", "share of energy", "with exchanged", "gate open"]
-    return markdown([*header, "balanced exchange", "cos(q, k)", "score over the median"], rows)
+    return markdown([*header, "cos(q, k)", "score over the median", "ΔCE, exchanged alone"], rows)
+
+
+def _cost_alone(one: Found, row: dict[Any, Any]) -> str:
+    """What exchanging this neuron as stored cost; a dash where it was not among those exchanged one by one."""
+    if one.singly is None:
+        return "–"
+    alone = one.singly[(one.singly["layer"] == row["layer"]) & (one.singly["neuron"] == row["neuron"])]
+    return f"{alone['exact'].iloc[0]:+.3f}".replace("-", "−") if len(alone) else "–"
 
 
 def _by_layer(one: Found) -> str:

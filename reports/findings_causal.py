@@ -27,7 +27,7 @@ def causal_tables(directory: Path) -> Iterator[str]:
     table = pd.read_csv(directory / "causal.csv")
     counted, everywhere = (table[table["positions"] == positions] for positions in ("counted", "all"))
     effort, base = sweep.effort(), float(sweep.base.sum() / sweep.n_tokens.sum())
-    yield f"## {model['name']}"
+    yield f"### {model['name']}"
     yield (
         f"{model['architecture']}, {model['weights']}, {model['dtype']}; {len(sweep.n_tokens)} sequences of "
         f"{document['settings']['context']} tokens, {int(sweep.n_tokens.sum())} scored, cross-entropy {base:.3f} nats per "

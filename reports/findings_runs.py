@@ -28,6 +28,7 @@ class Found:
         heaviest: the neuron that weighs most in each layer's balanced exchange.
         first: the table of layers when the first position was counted too; None if not measured.
         costs: costs of edits on counted positions; None if not measured.
+        singly: neurons that were exchanged one by one; None if none were.
     """
 
     document: dict[str, Any]
@@ -37,6 +38,7 @@ class Found:
     heaviest: pd.DataFrame
     first: pd.DataFrame | None = None
     costs: pd.DataFrame | None = None
+    singly: pd.DataFrame | None = None
 
     @property
     def name(self) -> str:
@@ -114,6 +116,7 @@ def _found(directory: Path, document: dict[str, Any], first: Path | None, costs:
         heaviest_neurons(Run.load(directory), neurons),
         None if first is None else pd.read_csv(first / "layers.csv"),
         None if costs is None else _costs(costs),
+        None if costs is None else _singly(costs),
     )
 
 
@@ -124,6 +127,13 @@ def _costs(directory: Path) -> pd.DataFrame:
     if "kl" not in table:
         raise UserError(f"{directory} has no exact sweep: analyze with --causal exact or both")
     return table[table["positions"] == "counted"]
+
+
+def _singly(directory: Path) -> pd.DataFrame | None:
+    """What exchanging single neurons cost, where exchange is the first of the edits: that is the one made one by one."""
+    file = directory / "causal_neurons.csv"
+    first = pd.read_csv(directory / "causal.csv", nrows=1)["edit"].item()
+    return pd.read_csv(file) if file.is_file() and first == "exchange" else None
 
 
 def _document(directory: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from reports.directory import write_directory
 from reports.findings import main, marks, written_into
-from reports.findings_activations import excess_beyond
+from reports.findings_activations import activation_tables, excess_beyond
 from reports.findings_figure import draw_families
 from reports.findings_runs import Found, cost_per_asymmetry, energy_by_quadrant, found_in, heaviest_neurons
 from tests.tiny import save_tiny
@@ -51,7 +51,7 @@ def root(models: dict[str, tuple[LoadedModel, Path]], tmp_path_factory: pytest.T
             write_directory(analyze(model, text, quiet=True), root / "runs" / name, random=random)
             short = model.read(context=24, max_tokens=60)
             run = analyze(model, short, quiet=True)
-            costs = measure_causal(model, short, run, mode="exact", edits=EDITS, n_tokens=48)
+            costs = measure_causal(model, short, run, mode="both", edits=EDITS, n_tokens=48)
             write_directory(run, root / "causal" / name, causal=costs)
             every = model.read(context=24, max_tokens=480, skip_positions=0)
             write_directory(analyze(model, every, quiet=True), root / "first" / name)
@@ -212,6 +212,19 @@ def test_the_heaviest_neuron_is_that_of_a_plain_loop(root: Path, found: list[Fou
     assert giant.set_index("layer").loc[2, "share"] > 0.99
     scores = found[0].layers.set_index("layer")["score_max_ratio"]
     assert (found[0].heaviest["score_ratio"] <= scores.to_numpy() * (1 + 1e-6)).all()
+
+
+def test_layers_that_few_neurons_make_are_listed_with_what_the_neuron_costs(found: list[Found]) -> None:
+    """Planted: layer 1 is made by one neuron, which was exchanged alone; layer 0 by two, of which none was."""
+    singly = pd.DataFrame({"layer": [1, 1, 2], "neuron": [3, 7, 7], "exact": [-0.25, 0.5, 0.75]})
+    layers = found[0].layers.assign(effective_neurons=[2.0, 1.0, 9.0])
+    heaviest = found[0].heaviest.assign(neuron=[7, 7, 7])
+    one = replace(found[0], layers=layers, heaviest=heaviest, singly=singly)
+    summary, table = list(activation_tables([one]))[1], list(activation_tables([one]))[-3]
+    assert [(row[1], row[-1]) for row in tables_in(table)[0][1:]] == [("0:7", "–"), ("1:7", "+0.500")]
+    assert "| layers made by fewer than 5 neurons | 0, 1 |" in summary
+    table = list(activation_tables([replace(one, singly=None)]))[-3]
+    assert [row[-1] for row in tables_in(table)[0][1:]] == ["–", "–"]
 
 
 def test_cost_per_asymmetry_joins_two_runs_layer_by_layer(found: list[Found], root: Path) -> None:
