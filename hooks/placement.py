@@ -154,7 +154,7 @@ def _through_norm(
     found = []
     for name, module in block.named_modules():
         for form, gain in _gains(module, nothing.gain[None]):
-            if form != "without gain":
+            if form != "without gain" and bool((gain != 0).any()):
                 ratio = float((measured @ gain.double()) / (gain.double() @ gain.double()))
                 found.append((_apart(measured, ratio * gain.double()), ratio, gain, f"{name}, {form}"))
     best = min(found, default=None, key=lambda one: one[0])

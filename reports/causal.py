@@ -19,7 +19,7 @@ REPLACEMENTS = ("bilinear", "relu-limit")
 """Edits by which a model is linearized or relufied: c·ab and relu(a)·b."""
 THRESHOLDS = (0.001, 0.01, 0.1)
 """Nats per token below which a replacement is called free."""
-_ASYMMETRIES = {
+ASYMMETRIES = {
     "exchange": "exchange",
     "exchange-balanced": "exchange_balanced",
     "flip": "scaling_flip",
@@ -149,7 +149,7 @@ def neuron_columns(attribution: Attribution) -> pd.DataFrame:
 def with_cost_per_asymmetry(neurons: pd.DataFrame) -> pd.DataFrame:
     """The table of neurons with attribution and its placebo over the neuron's own asymmetry, where it has one."""
     columns = {}
-    for edit, asymmetry in _ASYMMETRIES.items():
+    for edit, asymmetry in ASYMMETRIES.items():
         name = f"attribution_{column_name(edit)}"
         if name in neurons:
             per = neurons[asymmetry].where(neurons[asymmetry] > 0)
@@ -254,6 +254,6 @@ def _asymmetry_by_layer(edit: str, layers: pd.DataFrame, curves: pd.DataFrame) -
     if alpha is not None:
         rows = curves[curves["alpha"] == alpha]
         return dict(zip(rows["layer"], rows["asymmetry"], strict=True))
-    if edit not in _ASYMMETRIES:
+    if edit not in ASYMMETRIES:
         return {}
-    return dict(zip(layers["layer"], layers[_ASYMMETRIES[edit]], strict=True))
+    return dict(zip(layers["layer"], layers[ASYMMETRIES[edit]], strict=True))

@@ -1,129 +1,71 @@
-"""The tables of ``docs/findings.md``, made from saved runs:
+"""The tables and the figure of ``docs/findings.md``, made from saved runs:
 
-    python -m reports.findings docs/findings.md out/smollm2-135m out/gemma3-270m
+    python -m reports.findings docs/findings.md --activations out/smollm2-135m out/gemma3-270m
 
-Everything between the two marks in the file is replaced; the text around them stays.
+Each part of the file stands between two marks of its own: what is between them is replaced, the text around them stays.
+A part whose runs are not named is left as it is.
 """
 
-import json
+import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import pandas as pd
-
-from analysis.causal import Causal
-from analysis.directory import RUN_FILE
 from analysis.errors import UserError
+from reports.findings_activations import activation_tables
+from reports.findings_causal import causal_tables
+from reports.findings_figure import draw_families
+from reports.findings_runs import found_in
 
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
-N_DEPTHS = 6
-"""About so many depths are shown of each cumulative series; ``causal.csv`` has all."""
-Row = dict[Any, Any]
-
-
-def written_into(text: str, tables: str) -> str:
-    """The text with the tables between its marks; UserError if it has no marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise UserError(f"the file has no marks {BEGIN} and {END}: put them where the tables belong")
-    return f"{before}{BEGIN}\n\n{tables}\n{END}{after}"
+DPI = 120
 
 
-def findings(directory: Path) -> Iterator[str]:
-    """The paragraphs and tables of one run."""
-    causal = Causal.load(directory)
-    if causal is None or causal.sweep is None:
-        raise UserError(f"{directory} has no exact sweep: analyze with --causal exact or both")
-    document = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
-    model, sweep = document["model"], causal.sweep
-    table = pd.read_csv(directory / "causal.csv")
-    counted, everywhere = (table[table["positions"] == positions] for positions in ("counted", "all"))
-    effort, base = sweep.effort(), float(sweep.base.sum() / sweep.n_tokens.sum())
-    yield f"## {model['name']}"
-    yield (
-        f"{model['architecture']}, {model['weights']}, {model['dtype']}; {len(sweep.n_tokens)} sequences of "
-        f"{document['settings']['context']} tokens, {int(sweep.n_tokens.sum())} scored, cross-entropy {base:.3f} nats per "
-        f"token. The sweep took {effort['block_passes']:.0f} passes of the blocks and {effort['unembedding_passes']:.0f} "
-        f"of the unembedding over that text, {effort['seconds'] / 60:.0f} minutes on the clock (one whole pass: "
-        f"{effort['seconds_of_one_pass']:.1f} s)."
-    )
-    checks = sweep.checks(model["dtype"])
-    listed = [f"{check['check']}: {check['value']:.1e} (limit {check['limit']:.0e})" for check in checks]
-    yield "Controls: " + "; ".join(listed) + "."
-    yield "**KL, nats per token, counted positions; in brackets the placebo of the same size.**"
-    yield _by_layer(counted, lambda row: f"{_short(row['kl'])} ({_short(row['kl_placebo'])})")
-    yield "**ΔCE ± standard error over sequences, nats per token, counted positions.**"
-    yield _by_layer(counted, lambda row: f"{row['dce']:+.3f} ± {row['dce_se']:.3f}")
-    yield "**KL when the positions that are not counted, mostly the first token, are edited too.**"
-    yield _by_layer(everywhere, lambda row: _short(row["kl"]))
-    yield "**Layers edited together, counted positions: KL, nats per token.**"
-    yield _together(counted)
-    yield "**Whole layers that can be replaced (KL plus two standard errors below ε), and neurons to first order.**"
-    yield _replaceable(pd.read_csv(directory / "causal_replaceable.csv"))
-    if (directory / "causal_agreement.csv").exists():
-        yield "**Attribution against exact ΔCE.**"
-        yield _agreement(pd.read_csv(directory / "causal_agreement.csv"))
+def marks(part: str) -> tuple[str, str]:
+    """What a part of the file stands between."""
+    return f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
 
 
-def _by_layer(table: pd.DataFrame, cell: Callable[[Row], str]) -> str:
-    """One line a layer, one column an edit."""
-    edits = list(dict.fromkeys(table["edit"]))
-    cells = {(row["layer"], row["edit"]): cell(row) for row in table.to_dict("records")}
-    rows = [[str(layer), *(cells[layer, edit] for edit in edits)] for layer in dict.fromkeys(table["layer"])]
-    return _markdown(["layer", *edits], rows)
-
-
-def _together(table: pd.DataFrame) -> str:
-    """A few depths of both cumulative series, and all layers at once."""
-    layers = sorted(map(int, table["layer"].unique()))
-    chosen = layers[:: max(1, len(layers) // N_DEPTHS)]
-    by_place = table.set_index(["layer", "edit"])
-    edits = list(dict.fromkeys(table["edit"]))
-
-    def line(title: str, layer: int, column: str) -> list[str]:
-        return [title, *(_short(by_place.loc[(layer, edit), column]) for edit in edits)]
-
-    rows = [line(f"{layers[0]}–{layer}", layer, "kl_bottom") for layer in chosen[1:] if layer != layers[-1]]
-    rows += [line(f"{layer}–{layers[-1]}", layer, "kl_top") for layer in chosen[1:]]
-    return _markdown(["layers", *edits], [*rows, line("all", layers[-1], "kl_bottom")])
-
-
-def _replaceable(table: pd.DataFrame) -> str:
-    rows = []
-    for (edit, epsilon), group in table.groupby(["edit", "epsilon"]):
-        whole = ", ".join(str(layer) for layer in group.loc[group["whole_layer"].astype(bool), "layer"]) or "none"
-        neurons = f"{group['neurons'].sum() / group['of'].sum():.0%}" if "neurons" in group else ""
-        rows.append([str(edit), f"{epsilon:g}", whole, neurons])
-    return _markdown(["replacement", "ε", "whole layers", "neurons, layer by layer"], rows)
-
-
-def _agreement(table: pd.DataFrame) -> str:
-    rows = [
-        [str(row["over"]), str(row["n"]), f"{row['rank_correlation']:.2f}", f"{row['exact_per_predicted']:.2f}"]
-        for row in table.to_dict("records")
-        if not str(row["over"]).startswith("neurons of layer")
-    ]
-    return _markdown(["over", "n", "rank correlation", "exact per predicted"], rows)
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---:"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _short(value: float) -> str:
-    """Two significant digits, without an exponent."""
-    return "–" if pd.isna(value) else f"{float(f'{value:.2g}'):.7f}".rstrip("0").rstrip(".")
+def written_into(text: str, part: str, tables: str) -> str:
+    """The text with the tables between the marks of that part; UserError if it has none."""
+    begin, end = marks(part)
+    before, begun, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not begun or not ended:
+        raise UserError(f"the file has no marks {begin} and {end}: put them where the tables belong")
+    return f"{before}{begin}\n\n{tables}\n\n{end}{after}"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the tables of the runs into the file."""
-    file, *directories = map(Path, arguments)
-    tables = "\n\n".join(paragraph for directory in directories for paragraph in findings(directory))
-    file.write_text(written_into(file.read_text(encoding="utf-8"), tables + "\n"), encoding="utf-8")
+    """Write the tables of the runs into the file, and the figure beside it."""
+    given = _parser().parse_args(arguments)
+    if not given.activations and (given.first or given.figure):
+        raise UserError("--first and --figure go with --activations: name the runs that they belong to")
+    if not given.activations and not given.causal:
+        raise UserError("no run is named: give --activations, --causal or both")
+    text = given.file.read_text(encoding="utf-8")
+    if given.activations:
+        found = found_in(given.activations, given.first, given.causal)
+        text = written_into(text, "activations", "\n\n".join(activation_tables(found)))
+        if given.figure:
+            draw_families(found).savefig(given.figure, dpi=DPI)
+    if given.causal:
+        paragraphs = [paragraph for directory in given.causal for paragraph in causal_tables(directory)]
+        text = written_into(text, "causal", "\n\n".join(paragraphs))
+    given.file.write_text(text, encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m reports.findings", description="Write the tables of docs/findings.md.")
+    parser.add_argument("file", type=Path)
+    runs = {
+        "--activations": "one run a model, made with --null random-init",
+        "--first": "runs of the same models made with --skip-positions 0",
+        "--causal": "runs made with --causal exact or both",
+    }
+    for option, words in runs.items():
+        parser.add_argument(option, type=Path, nargs="+", default=[], metavar="DIR", help=words)
+    parser.add_argument("--figure", type=Path, metavar="PNG", help="where to draw the models over relative depth")
+    return parser
 
 
 if __name__ == "__main__":

@@ -108,11 +108,11 @@ def mixture(tables: Tables) -> str:
     )
 
 
-def against_chance(layers: pd.DataFrame) -> dict[str, tuple[int, int]]:
-    """For every null with errors: in how many layers balanced exchange is above it, and below, by its 95 % interval."""
+def against_chance(layers: pd.DataFrame, measure: str = "exchange_balanced") -> dict[str, tuple[int, int]]:
+    """For every null with errors: in how many layers a measure is above it, and below, by its 95 % interval."""
     counts = {}
     for null in CHANCE_WORDS:
-        column = f"exchange_balanced_excess_{null}"
+        column = f"{measure}_excess_{null}"
         if column in layers and not layers[f"{column}_se"].isna().all():
             reach = interval(layers, column)
             counts[null] = int((layers[column] > reach).sum()), int((layers[column] < -reach).sum())

@@ -18,6 +18,7 @@ from reports.directory import RANDOM_INIT, load_random
 from reports.tables import tables_of
 from tests import reference
 from tests.test_cli import QUICK, call, refused
+from tests.tiny import save_tiny
 
 NULLED = ("exchange", "exchange_balanced", "scaling_half", "scaling_double", "scaling_flip")
 COLUMNS = [f"{name}_{part}" for name in NULLED for part in ("null_random", "excess_random", "excess_random_se")]
@@ -137,6 +138,16 @@ def test_the_seed_alone_decides_the_random_weights(tiny_llama: Path) -> None:
     drawn = [name for name in first if name.endswith("proj.original_component.weight") or "mlp" in name]
     assert drawn
     assert not any(torch.equal(first[name], other[name]) for name in drawn if first[name].ndim == 2)
+
+
+def test_a_norm_that_begins_with_weights_of_zero_has_a_gain(tmp_path: Path) -> None:
+    """Gemma 3's fresh norms have γ = 1 + 0: read as γ = weight they would show 0/0."""
+    random = load_model(str(save_tiny("gemma3", tmp_path)), device="cpu", random_seed=0)
+    for site in random.sites.values():
+        assert site.value_gain_source.endswith("γ = 1 + weight")
+        torch.testing.assert_close(site.value_gain, torch.ones(32))
+    run = analyze(random, random.read(context=32, max_tokens=64), quiet=True)
+    assert all(layer.geometry.norm_v.isfinite().all() for layer in run.layers.values())
 
 
 def test_the_trained_model_is_as_before(tiny_llama: Path, llama: LoadedModel) -> None:
