@@ -11,7 +11,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from analysis.experts import SHARED
 from analysis.jackknife import t95
@@ -124,6 +124,10 @@ def experts_by_share(experts: pd.DataFrame, ax: Axes) -> Axes:
     colors = dict(zip(layers, sns.color_palette("crest", len(layers)), strict=True))
     _experts(experts, experts["token_share"], ax, colors)
     ax.set(title="By share of tokens", xlabel="share of tokens", xscale="log")
+    percent = FuncFormatter(lambda share, _: f"{100 * share:.3g} %")
+    ax.xaxis.set_major_formatter(percent)
+    ax.xaxis.set_minor_formatter(percent if ax.get_xlim()[1] / ax.get_xlim()[0] < 10 else NullFormatter())
+    ax.tick_params(axis="x", which="both", labelrotation=30)
     return ax
 
 
