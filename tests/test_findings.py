@@ -23,6 +23,7 @@ from reports.findings import main, marks, written_into
 from reports.findings_activations import activation_tables, excess_beyond
 from reports.findings_figure import draw_families
 from reports.findings_runs import Found, cost_per_asymmetry, energy_by_quadrant, found_in, heaviest_neurons
+from reports.summary import against_chance
 from tests.tiny import save_tiny
 
 EDITS = ["exchange", "exchange-balanced", "scale:2", "bilinear", "relu-limit"]
@@ -166,6 +167,15 @@ def test_an_excess_is_beyond_only_with_its_whole_interval() -> None:
     """Planted: with 16 blocks the interval reaches 2.13 errors."""
     layers = pd.DataFrame({"n_blocks": 16, "x": [0.2, 0.22, -0.2, -0.22, 0.5], "x_se": [0.1, 0.1, 0.1, 0.1, np.nan]})
     assert excess_beyond(layers, "x").tolist() == [False, True, False, True, False]
+
+
+def test_layers_beyond_a_null_are_counted_of_the_measure_asked_for() -> None:
+    """Planted: scaling is above in two layers and below in one, balanced exchange nowhere."""
+    planted = {"scaling_double_excess_repaired": [0.5, 0.4, -0.5, 0.1], "scaling_double_excess_repaired_se": 0.1}
+    layers = pd.DataFrame({"n_blocks": [16] * 4, "exchange_balanced_excess_repaired": 0.0} | planted)
+    layers["exchange_balanced_excess_repaired_se"] = 0.1
+    assert against_chance(layers, "scaling_double") == {"repaired": (2, 1)}
+    assert against_chance(layers) == {"repaired": (0, 0)}
 
 
 def test_energy_by_quadrant_is_that_of_the_activations(

@@ -29,6 +29,7 @@ from analysis.units import Unit
 from hooks.builtin import BUILTINS, builtin_directory
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
+from reports.findings_runs import heaviest_neurons
 from reports.tables import extremes_table, layers_table, neurons_table
 
 pytestmark = pytest.mark.real
@@ -253,17 +254,49 @@ def test_what_the_interactions_of_smollm2_show(smollm2: LoadedModel) -> None:
     assert antisymmetric_share(q, k, v, block=7) == pytest.approx(float(brute), rel=1e-10)
 
 
-def test_gemma3_gives_eighteen_rows(gemma3: LoadedModel) -> None:
-    run = analyze(gemma3, gemma3.read(max_tokens=700), quiet=True)
-    layers = layers_table(run)
+@pytest.fixture(scope="module")
+def gemma3_run(gemma3: LoadedModel) -> Run:
+    return analyze(gemma3, gemma3.read(max_tokens=1500), quiet=True)
+
+
+def test_gemma3_gives_eighteen_rows(gemma3_run: Run) -> None:
+    layers = layers_table(gemma3_run)
     assert list(layers["layer"]) == list(range(18))
     assert np.isfinite(layers.to_numpy(dtype=float)).all()
-    assert {layer.unit.name for layer in run.layers.values()} == {"gelu_pytorch_tanh"}
-    assert {layer.gain for layer in run.layers.values()} == {
+    assert {layer.unit.name for layer in gemma3_run.layers.values()} == {"gelu_pytorch_tanh"}
+    assert {layer.gain for layer in gemma3_run.layers.values()} == {
         "pre_feedforward_layernorm, γ = 1 + weight; v: post_feedforward_layernorm, γ = 1 + weight"
     }
-    for layer in run.layers.values():
+    for layer in gemma3_run.layers.values():
         assert measures.exchange(layer.moments.neuron).isfinite().all()
+
+
+def stated_of_gemma3(row: str) -> float:
+    """The median over layers that docs/findings.md states, in the last column of that row."""
+    text = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    return float(re.search(rf"^\| {row} \|.*\| ([\d.]+) \([^|]*\|$", text, re.MULTILINE)[1])
+
+
+def test_what_docs_findings_says_of_gemma3(gemma3_run: Run) -> None:
+    """Loosely: it is of 9,903 tokens, this of fewer, on which c·ab with its best c explains a little more."""
+    layers, neurons = layers_table(gemma3_run).set_index("layer"), neurons_table(gemma3_run)
+    heaviest = heaviest_neurons(gemma3_run, neurons).set_index("layer")
+    for column, row, slack in (
+        ("bilinear_share", "bilinear share", 0.04),
+        ("scaling_double", "scaling, α = 2", 0.003),
+        ("exchange_balanced_neuron_median", "its median over neurons", 0.02),
+    ):
+        assert layers[column].median() == pytest.approx(stated_of_gemma3(row), abs=slack), column
+    assert layers.loc[0, "exchange_balanced"] < 0.06 < 0.3 < layers.loc[0, "exchange_balanced_neuron_median"]
+    assert layers.loc[1:8, "exchange_balanced"].min() > 0.17
+    assert layers.loc[9:, "exchange_balanced"].max() < 0.3
+    for layer, neuron in ((5, 584), (6, 1824), (7, 1455), (8, 188)):
+        row = heaviest.loc[layer]
+        assert (row["neuron"], layers.loc[layer, "effective_neurons"] < 5) == (neuron, True)
+        assert row["gate_positive"] < 0.01
+        assert row["energy_share"] < 0.4
+        assert row["share"] > 0.4
+        assert row["score_ratio"] == pytest.approx(layers.loc[layer, "score_max_ratio"], rel=1e-5)
 
 
 def test_gemma3_in_float16_is_refused_with_the_remedy() -> None:
