@@ -115,10 +115,11 @@ def _hooked_experts(model: LoadedModel, mixture: Mixture, rewrite: Rewrite) -> I
             full[:, part.token, part.columns] = part.values
         a, b, h = full.view(3, *shape, -1)
         more = (rewrite(a, b, h) - h).flatten(0, 1)
+        rows = output.flatten(0, -2)
         for part in parts:
             added = part.weight * linear(more[part.token, part.columns], part.values_out)
-            output = output.index_add(0, part.row, added.to(output.dtype))
-        return output
+            rows = rows.index_add(0, part.row, added.to(output.dtype))
+        return rows.view_as(output)
 
     block = model.blocks(model.plain)[mixture.layer]
     yield block.register_forward_pre_hook(see_block, with_kwargs=True)

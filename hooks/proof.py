@@ -26,7 +26,7 @@ from hooks.network import blocks_of, hidden_of, run_whole
 from hooks.placement import NOTHING_AFTER, After, gain_after, gain_before, parallel
 from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
 from hooks.sites import Found, Mixture, Site
-from hooks.taps import Claim, ExpertWeights, Routing, Stacks, claims_of, stacks_of, unread_stacks
+from hooks.taps import Claim, Cut, ExpertWeights, Routing, Stacks, claims_of, stacks_of, unread_stacks
 from hooks.watch import Seen, watch
 
 ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "ffn_activation", "dense_act_fn")
@@ -88,12 +88,12 @@ class _Finder:
     Attributes:
         config: of the model, which may name the activation and its parameters.
         constants: numbers of the configuration that may be multipliers.
-        layout: turned, gate and up of the last stacks that proved themselves, and their unit.
+        layout: gate, up and down of the last stacks that proved themselves, and their unit.
     """
 
     config: Any
     constants: dict[str, float]
-    layout: tuple[bool, slice, slice, Unit] | None = None
+    layout: tuple[Cut, Cut, Cut, Unit] | None = None
 
     def units(self, layer: int, module: nn.Module) -> list[Unit]:
         """What g of a module may be, the likeliest first.
@@ -115,7 +115,7 @@ class _Finder:
     def in_block(self, layer: int, seen: Seen) -> Site | Mixture:
         """The dense site or the mixture of a block; NotASiteError with the reason if it is neither."""
         dense, reason = self._dense(layer, seen)
-        every = list(stacks_of(seen.block, seen.gave_itself.shape[-1]))
+        every = [one for one in stacks_of(seen.block, self.config.hidden_size) if not one.is_flat or _is_told(one, seen)]
         if every:
             return self._mixture(layer, seen, dense, every)
         beside = {name.partition(".")[0] for name in unread_stacks(seen.block)}
@@ -147,7 +147,7 @@ class _Finder:
 
     def _proved(self, layer: int, claim: Claim, seen: Seen) -> tuple[Site, After]:
         x, a, b, h, y = _read(claim, seen)
-        unit, identity_error = identify(self.units(layer, seen.module(claim.where)), a, b, h)
+        unit, identity_error = identify(self.units(layer, seen.module(claim.where)), a, b, h, claim.where)
         form = GatedMLP(unit, *claim.matrices, *claim.biases)
         output_error = _proved_output(form, x, y)
         gain, source = gain_before(x, seen.norms(x))
@@ -163,7 +163,7 @@ class _Finder:
             except _FailedError as failure:
                 failures.append(failure)
                 continue
-            self.layout = stacks.turned, stacks.gate, stacks.up, unit
+            self.layout = stacks.gate, stacks.up, stacks.down, unit
             gain, source = self._gain_of_experts(stacks, seen)
             y = hidden_of(seen.calls[stacks.module][2])
             after = gain_after(seen.again, seen.gave_itself, stacks.module, y, seen.block, self.constants)
@@ -179,15 +179,14 @@ class _Finder:
                 raise NotASiteError(
                     f"it has {len(shared)} gated MLPs beside its experts, expected one shared expert at most"
                 )
-            _prove_complete(stacks, [site for site, _ in shared], [weight for _, weight in shared], seen)
+            _prove_complete(sites[0], stacks, [site for site, _ in shared], [weight for _, weight in shared], seen)
             reads = _around(stacks, [site for site, _ in shared], seen)
             return Mixture(layer, (*sites, *(site for site, _ in shared)), stacks, reads)
         raise NotASiteError(str(min(failures, key=lambda failure: failure.error)))
 
     def _gain_of_experts(self, stacks: Stacks, seen: Seen) -> tuple[Tensor, str]:
         x = seen.given(stacks.module)
-        args, kwargs, _ = seen.calls[stacks.module]
-        routing = Routing.of(args, kwargs, stacks.n_experts)
+        routing = _routing(stacks, seen)
         if routing is not None and routing.scaled:  # x is what a norm gave, times a weight of each row
             rows = x.any(dim=1)
             for _, _, _, gave in seen.norms(x):
@@ -197,18 +196,17 @@ class _Finder:
         return gain_before(x, seen.norms(x))
 
     def _in_order(self, every: Iterable[Stacks]) -> list[Stacks]:
-        return sorted(every, key=lambda one: self.layout is None or (one.turned, one.gate, one.up) != self.layout[:3])
+        return sorted(every, key=lambda one: self.layout is None or (one.gate, one.up, one.down) != self.layout[:3])
 
     def _proved_stacks(self, layer: int, stacks: Stacks, seen: Seen) -> tuple[Unit, float]:
         if stacks.module not in seen.calls:
             raise _FailedError("its experts did not run on the probe")
-        args, kwargs, output = seen.calls[stacks.module]
-        routing = Routing.of(args, kwargs, stacks.n_experts)
+        routing = _routing(stacks, seen)
         if routing is None:
             raise _FailedError(
                 f"its experts ({type(stacks.module).__name__}) are not given tokens, their experts and weights"
             )
-        y = hidden_of(output).flatten(0, -2)
+        y = seen.gave(stacks.module)
         units = self.units(layer, stacks.module)
         known = [] if self.layout is None or self.layout[3] not in units else [self.layout[3]]
         if known and (error := _experts_error(stacks, known[0], routing, y)) <= OUTPUT_SLACK * TOLERANCE[y.dtype]:
@@ -233,12 +231,13 @@ class _FailedError(Exception):
         self.error = error if error == error else float("inf")
 
 
-def identify(units: Sequence[Unit], a: Tensor, b: Tensor, h: Tensor) -> tuple[Unit, float]:
+def identify(units: Sequence[Unit], a: Tensor, b: Tensor, h: Tensor, where: str) -> tuple[Unit, float]:
     """The unit that gives h from a and b with the least error; of equal ones the first. Fails beyond the tolerance."""
     unit, error = nearest_unit(units, a, b, h)
     limit = TOLERANCE[h.dtype]
     if not error <= limit:
         reason = f"nearest {unit.name}, off by {error:.1e}, limit {limit:.0e}; first tried {units[0].name}"
+        reason += f"; projections of {where or 'the block'}"
         raise _FailedError(f"h is not g(a, b) for any known g ({reason})", error)
     return unit, error
 
@@ -270,6 +269,20 @@ def _proved_output(form: GatedMLP, x: Tensor, y: Tensor) -> float:
     if not error <= limit:
         raise _FailedError(f"MLP output from q, k, v is off by {error:.1e} (limit {limit:.0e})", error)
     return error
+
+
+def _routing(stacks: Stacks, seen: Seen) -> Routing | None:
+    """What the experts were given on the probe, if that is a routing."""
+    if stacks.module not in seen.calls:
+        return None
+    args, kwargs, _ = seen.calls[stacks.module]
+    return Routing.of(args, kwargs, stacks.n_experts)
+
+
+def _is_told(stacks: Stacks, seen: Seen) -> bool:
+    """Whether a module is given the experts of each token, by which its tables are known to be theirs."""
+    routing = _routing(stacks, seen)
+    return routing is not None and not routing.scaled
 
 
 def _experts_error(stacks: Stacks, unit: Unit, routing: Routing, y: Tensor) -> float:
@@ -311,17 +324,28 @@ def _around(stacks: Stacks, shared: Sequence[Site], seen: Seen) -> nn.Module:
     return around
 
 
-def _prove_complete(stacks: Stacks, shared: Sequence[Site], weights: Sequence[Tensor], seen: Seen) -> None:
-    """Nothing else adds to what the experts give: the module around them gives their sum, alone or with the shared one."""
+def _prove_complete(expert: Site, stacks: Stacks, shared: Sequence[Site], weights: Sequence[Tensor], seen: Seen) -> None:
+    """Nothing else adds to what the experts give: the module around them gives their sum, alone or with the shared one.
+
+    What the experts give may be multiplied before the shared one is added: by what is applied to it and not to that.
+    """
     around = dict(seen.block.named_modules()).get(stacks.where.rpartition(".")[0])
     if around is None or around not in seen.calls:
         return
     whole, routed = seen.gave(around), seen.gave(stacks.module)
     routed = routed.reshape(-1, len(whole), whole.shape[-1]).sum(dim=0)
-    both = [routed + weight * seen.gave(site.taps.down) for site, weight in zip(shared, weights, strict=True)]
+    both = [
+        _relative(expert.value_gain, site.value_gain) * routed + weight * seen.gave(site.taps.down)
+        for site, weight in zip(shared, weights, strict=True)
+    ]
     error, limit = min(relative_error(one, whole) for one in (routed, *both)), OUTPUT_SLACK * TOLERANCE[whole.dtype]
     if not error <= limit:
         raise NotASiteError(f"its experts do not make up what the layer gives, off by {error:.1e} (limit {limit:.0e})")
+
+
+def _relative(gain: Tensor, other: Tensor) -> Tensor:
+    """What the one gain is of the other, 1 where they are equal."""
+    return torch.where(gain == other, 1, gain / other)
 
 
 def _described(block: nn.Module) -> str:

@@ -1,8 +1,8 @@
 """Taps: where in a block of a model gated units may be, found by the shapes of its weights.
 
 Nothing here relies on what a family calls its parts. Two projections d_model → d_mlp, or one that holds both, beside one
-d_mlp → d_model may be a gated MLP; two stacks of matrices in one module may be experts. Each way in which the parts may be
-meant is a claim; ``hooks.sites`` proves one of them on what the model computes, or none.
+d_mlp → d_model may be a gated MLP; two stacks of matrices in one module may be experts, or three tables of one shape. Each
+way in which the parts may be meant is a claim; ``hooks.sites`` proves one of them on what the model computes, or none.
 """
 
 from abc import ABC, abstractmethod
@@ -130,35 +130,55 @@ def halves(d_mlp: int) -> Iterator[tuple[slice, slice]]:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How the matrix of an expert is cut from a parameter that holds those of all, [expert, …, …] or one under the other.
+
+    Attributes:
+        name: of the parameter.
+        turned: whether the matrices stand with their inputs first.
+        rows: which outputs of the matrix are meant.
+    """
+
+    name: str
+    turned: bool
+    rows: slice = field(default_factory=lambda: slice(None))
+
+    def of(self, whole: Tensor, n_experts: int, number: int) -> Float[Tensor, "out d_in"]:
+        """The matrix of that expert, outputs first; a view."""
+        matrix = whole.reshape(n_experts, -1, whole.shape[-1])[number]
+        return (matrix.T if self.turned else matrix)[self.rows]
+
+
+@dataclass(frozen=True)
 class Stacks:
     """One way in which the weights of a module may be those of many gated MLPs, one an expert.
 
     Attributes:
         where: the module's name in its block.
         module: the module; it is given tokens, the experts of each, and their routing weights.
-        gate_up, down: names of its stacks, [expert, …].
+        holder: the module that holds the weights, itself or inside it.
+        gate, up, down: what they are cut from.
         gate_up_bias, down_bias: names of its biases, None where there are none.
         n_experts: how many there are.
         d_mlp: neurons of each.
-        turned: whether the matrices stand with their inputs first.
-        gate, up: which rows of the first are which.
+        is_flat: whether the matrices stand one under the other, in tables that may be anything else by their shapes.
     """
 
     where: str
     module: nn.Module
-    gate_up: str
-    down: str
+    holder: nn.Module
+    gate: Cut
+    up: Cut
+    down: Cut
     gate_up_bias: str | None
     down_bias: str | None
     n_experts: int
     d_mlp: int
-    turned: bool
-    gate: slice
-    up: slice
+    is_flat: bool = False
 
     def experts(self) -> list["ExpertWeights"]:
         """All of them, with what a spread model keeps elsewhere fetched once."""
-        fetched = weights_of(self.module, inside=False)
+        fetched = weights_of(self.holder, inside=False)
         return [ExpertWeights(self, number, fetched) for number in range(self.n_experts)]
 
 
@@ -176,22 +196,23 @@ class ExpertWeights(Weights):
     number: int
     fetched: dict[str, Tensor] | None = field(default=None, repr=False, compare=False)
 
-    def _of(self, name: str | None) -> Tensor | None:
-        fetched = weights_of(self.stacks.module, inside=False) if self.fetched is None else self.fetched
-        return None if name is None else fetched[name][self.number]
+    def _all(self) -> dict[str, Tensor]:
+        return weights_of(self.stacks.holder, inside=False) if self.fetched is None else self.fetched
 
     @property
     def matrices(self) -> tuple[Rows, Rows, Rows]:
-        stacks, both, down = self.stacks, self._of(self.stacks.gate_up), self._of(self.stacks.down)
-        assert both is not None
-        assert down is not None
-        both, down = (both.T, down.T) if stacks.turned else (both, down)
-        return both[stacks.gate], both[stacks.up], down.T
+        stacks, every = self.stacks, self._all()
+        gate, up, down = (
+            cut.of(every[cut.name], stacks.n_experts, self.number) for cut in (stacks.gate, stacks.up, stacks.down)
+        )
+        return gate, up, down.T
 
     @property
     def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        both, down = self._of(self.stacks.gate_up_bias), self._of(self.stacks.down_bias)
-        return (None, None, down) if both is None else (both[self.stacks.gate], both[self.stacks.up], down)
+        stacks, every = self.stacks, self._all()
+        names = stacks.gate_up_bias, stacks.down_bias
+        both, down = (None if name is None else every[name][self.number] for name in names)
+        return (None, None, down) if both is None else (both[stacks.gate.rows], both[stacks.up.rows], down)
 
     @property
     def n_neurons(self) -> int:
@@ -203,26 +224,50 @@ class ExpertWeights(Weights):
 
 
 def stacks_of(block: nn.Module, d_model: int) -> Iterator[Stacks]:
-    """Every claim on the stacks of matrices in a block."""
+    """Every claim on the matrices of experts in a block."""
     for where, module in block.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        matrices = [name for name, stack in own.items() if stack.ndim == STACKED]
-        if len(matrices) != 2:
-            continue
-        for names in permutations(matrices):
-            gate_up, down = (own[name] for name in names)
-            for turned in (False, True):
-                d_mlp = down.shape[1 if turned else 2]
-                wide, narrow = (d_model, 2 * d_mlp), (d_mlp, d_model)
-                if not turned:
-                    wide, narrow = wide[::-1], narrow[::-1]
-                if len(gate_up) != len(down) or tuple(gate_up.shape[1:]) != wide or tuple(down.shape[1:]) != narrow:
-                    continue
-                bias, down_bias = _biases(own, len(down), 2 * d_mlp, d_model)
-                for gate, up in halves(d_mlp):
-                    yield Stacks(
-                        where, module, names[0], names[1], bias, down_bias, len(down), d_mlp, turned, gate, up
-                    )  # fmt: skip
+        yield from _pairs(where, module, d_model)
+        yield from _flat(where, block, d_model)
+
+
+def _pairs(where: str, module: nn.Module, d_model: int) -> Iterator[Stacks]:
+    """Of a module with two stacks of matrices, of which one holds gate and up."""
+    own = dict(module.named_parameters(recurse=False))
+    matrices = [name for name, stack in own.items() if stack.ndim == STACKED]
+    if len(matrices) != 2:
+        return
+    for both, down in permutations(matrices):
+        for turned in (False, True):
+            d_mlp = own[down].shape[1 if turned else 2]
+            wide, narrow = (d_model, 2 * d_mlp), (d_mlp, d_model)
+            if not turned:
+                wide, narrow = wide[::-1], narrow[::-1]
+            n_experts = len(own[down])
+            if own[both].shape != (n_experts, *wide) or own[down].shape != (n_experts, *narrow):
+                continue
+            bias, down_bias = _biases(own, n_experts, 2 * d_mlp, d_model)
+            for gate, up in halves(d_mlp):
+                cuts = Cut(both, turned, gate), Cut(both, turned, up), Cut(down, turned)
+                yield Stacks(where, module, module, *cuts, bias, down_bias, n_experts, d_mlp)
+
+
+def _flat(where: str, block: nn.Module, d_model: int) -> Iterator[Stacks]:
+    """Of a module with three tables of one shape, q, k and v of all experts one under the other.
+
+    How many experts share them no shape says, but a number that the module holds, or the one around it.
+    """
+    holder = block.get_submodule(where)
+    tables = {name: table for name, table in holder.named_parameters(recurse=False) if table.ndim == 2}
+    shapes = {tuple(table.shape) for table in tables.values()}
+    if len(tables) != 3 or len(shapes) != 1 or (shape := shapes.pop())[1] != d_model:
+        return
+    for outer in filter(None, (where, where.rpartition(".")[0])):
+        module = block.get_submodule(outer)
+        numbers = {value for one in (holder, module) for value in vars(one).values() if type(value) is int}
+        for n_experts in sorted(number for number in numbers if 1 < number < shape[0] and shape[0] % number == 0):
+            for gate, up, down in permutations(tables):
+                cuts = Cut(gate, False), Cut(up, False), Cut(down, True)
+                yield Stacks(outer, module, holder, *cuts, None, None, n_experts, shape[0] // n_experts, is_flat=True)
 
 
 def unread_stacks(block: nn.Module) -> Iterator[str]:

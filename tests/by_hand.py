@@ -17,7 +17,7 @@ KNOWN = (
     *("granite", "stablelm", "exaone4", "smollm3"),
 )
 """Families whose MLP is written below."""
-KNOWN_MIXTURES = ("mixtral", "qwen2_moe", "deepseek_v3")
+KNOWN_MIXTURES = ("mixtral", "qwen2_moe", "deepseek_v3", "dbrx")
 BY_HAND: dict[str, Unit] = {
     "exchange": lambda gate, up, act: act(up) * gate,
     "scale:2": lambda gate, up, act: act(2 * gate) * (up / 2),
@@ -62,18 +62,18 @@ def only(positions: Tensor, unit: Callable[[SimpleNamespace], Tensor]) -> Callab
 @contextmanager
 def experts_by_hand(model: nn.Module, layer: int, name: str) -> Iterator[None]:
     """Within the block one of ``BY_HAND`` is what the experts of a layer and its shared expert compute, token by token."""
-    mlp = model.model.layers[layer].mlp
+    mlp = model.transformer.blocks[layer].ffn if hasattr(model, "transformer") else model.model.layers[layer].mlp
     unit = BY_HAND[name]
 
-    def forward(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        rows = []
+    def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        rows, x = [], hidden.flatten(0, -2)
         for token in range(len(x)):
             total = torch.zeros_like(x[token])
             for expert, weight in zip(index[token].tolist(), weights[token], strict=True):
-                gate, up = (mlp.experts.gate_up_proj[expert] @ x[token]).chunk(2)
-                total = total + weight * (mlp.experts.down_proj[expert] @ unit(gate, up, nn.functional.silu))
+                gate, up, down = _matrices(mlp.experts, expert)
+                total = total + weight * (down @ unit(gate @ x[token], up @ x[token], nn.functional.silu))
             rows.append(total)
-        return torch.stack(rows)
+        return torch.stack(rows).view_as(hidden)
 
     mlp.experts.forward = forward
     shared = getattr(mlp, "shared_expert", None) or getattr(mlp, "shared_experts", None)
@@ -83,6 +83,15 @@ def experts_by_hand(model: nn.Module, layer: int, name: str) -> Iterator[None]:
     for changed in (mlp.experts, shared):
         if changed is not None:
             del changed.forward
+
+
+def _matrices(experts: nn.Module, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate, up and down of an expert; those of a dbrx stand one under the other."""
+    if not hasattr(experts, "mlp"):
+        return *experts.gate_up_proj[expert].chunk(2), experts.down_proj[expert]
+    m = experts.ffn_hidden_size
+    gate, up, down = (getattr(experts.mlp, name)[m * expert : m * (expert + 1)] for name in ("w1", "v1", "w2"))
+    return gate, up, down.T
 
 
 def _forward(mlp: nn.Module, unit: Callable[[SimpleNamespace], Tensor]) -> Callable[[Tensor], Tensor]:

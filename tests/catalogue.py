@@ -1,4 +1,7 @@
-"""The table of families in docs/models.md, made from tiny random models: `python -m tests.catalogue docs/models.md`."""
+"""The table of families in docs/models.md, made from tiny random models: `python -m tests.catalogue docs/models.md`.
+
+`python -m tests.catalogue FAMILY …` prints the lines of these alone, by their names in ``tests.tiny``.
+"""
 
 import sys
 import tempfile
@@ -9,7 +12,7 @@ from analysis.errors import UserError
 from hooks.models import LoadedModel, load_model
 from hooks.placement import NOTHING_AFTER, NOTHING_BEFORE
 from hooks.sites import Site
-from hooks.taps import Claim
+from hooks.taps import ExpertWeights
 from tests.tiny import FAMILIES, save_tiny
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -49,8 +52,8 @@ def _each(values: object) -> str:
 
 
 def _read(site: Site) -> str:
-    if not isinstance(site.weights, Claim):
-        return "computed from the experts' stacks"
+    if isinstance(site.weights, ExpertWeights):
+        return f"computed from the experts' {'tables' if site.weights.stacks.is_flat else 'stacks'}"
     if site.taps.gate.module is not site.taps.up.module:
         return "two modules"
     return "halves of one module" if site.taps.gate.rows.step is None else "alternating rows of one module"
@@ -86,9 +89,13 @@ def written(document: str, lines: str) -> str:
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
+    chosen = [name for name in sys.argv[1:] if name in FAMILIES]
     with tempfile.TemporaryDirectory() as folder:
-        lines = table({family: save_tiny(family, Path(folder) / family) for family in FAMILIES})
+        lines = table({family: save_tiny(family, Path(folder) / family) for family in chosen or FAMILIES})
+    if chosen:
+        print(lines)
+        return
+    path = Path(sys.argv[1])
     path.write_text(written(path.read_text(encoding="utf-8"), lines), encoding="utf-8")
 
 

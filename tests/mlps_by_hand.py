@@ -13,6 +13,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, ModernBertForMaskedLM, T5EncoderModel
 
 Act = Callable[[Tensor], Tensor]
+Unit = Callable[[Tensor, Tensor], Tensor]
 
 
 def gelu_tanh(z: Tensor) -> Tensor:
@@ -21,6 +22,16 @@ def gelu_tanh(z: Tensor) -> Tensor:
 
 def silu(z: Tensor) -> Tensor:
     return z / (1 + torch.exp(-z))
+
+
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
+    return silu(a) * b
+
+
+def clamped_swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """That of gpt-oss and MiniMax-M3."""
+    a = a.clamp(max=7)
+    return (b.clamp(-7, 7) + 1) * a / (1 + torch.exp(-1.702 * a))
 
 
 def sparse_gelu(z: Tensor) -> Tensor:
@@ -71,12 +82,14 @@ class Halves:
     path: str
     both: str
     act: Act = silu
+    unit: Unit | None = None
 
     def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Seen]:
         x = seen[self.path][0][0]
         both = getattr(block.get_submodule(self.path), self.both)(x).flatten(0, -2).double()
         a, b = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
-        return {-1: Seen(torch.arange(len(a)), torch.ones(len(a)).double(), a, b, self.act(a) * b)}
+        h = self.act(a) * b if self.unit is None else self.unit(a, b)
+        return {-1: Seen(torch.arange(len(a)), torch.ones(len(a)).double(), a, b, h)}
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class Experts:
 
     path: str = "mlp.experts"
     shared: Any = None
+    unit: Unit = swiglu
 
     def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Seen]:
         experts, (x, index, weights) = block.get_submodule(self.path), seen[self.path][0]
@@ -95,14 +109,31 @@ class Experts:
                 both = experts.gate_up_proj[expert].double() @ x[token].double()
                 m = len(both) // 2
                 rows.setdefault(expert, []).append((token, float(weights[token, slot]), both[:m], both[m:]))
-        found = {expert: self._seen(mine, lambda a, b: silu(a) * b) for expert, mine in rows.items()}
+        found = {expert: self._seen(mine, self.unit) for expert, mine in rows.items()}
         return found | ({} if self.shared is None else self.shared(block, seen, layer))
 
     @staticmethod
-    def _seen(rows: list[tuple[int, float, Tensor, Tensor]], unit: Callable[[Tensor, Tensor], Tensor]) -> Seen:
+    def _seen(rows: list[tuple[int, float, Tensor, Tensor]], unit: Unit) -> Seen:
         token, weight, a, b = zip(*rows, strict=True)
         a, b = torch.stack(a), torch.stack(b)
         return Seen(torch.tensor(token), torch.tensor(weight).double(), a, b, unit(a, b))
+
+
+@dataclass(frozen=True)
+class DbrxExperts(Experts):
+    """The rows of w1, v1 and w2 are neurons, those of one expert after those of the other."""
+
+    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Seen]:
+        experts, (x, index, weights) = block.get_submodule(self.path), seen[self.path][0]
+        x, m = x.flatten(0, -2), experts.ffn_hidden_size
+        rows: dict[int, list[tuple[int, float, Tensor, Tensor]]] = {}
+        for token in range(len(x)):
+            for slot in range(index.shape[1]):
+                expert = int(index[token, slot])
+                mine = slice(m * expert, m * (expert + 1))
+                a, b = (table[mine].double() @ x[token].double() for table in (experts.mlp.w1, experts.mlp.v1))
+                rows.setdefault(expert, []).append((token, float(weights[token, slot]), a, b))
+        return {expert: self._seen(mine, self.unit) for expert, mine in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -120,11 +151,7 @@ class GptOssExperts(Experts):
                 )
                 rows.setdefault(expert, []).append((token, float(weights[token, slot]), both[0::2], both[1::2]))
 
-        def unit(a: Tensor, b: Tensor) -> Tensor:
-            a = a.clamp(max=7)
-            return (b.clamp(-7, 7) + 1) * a / (1 + torch.exp(-1.702 * a))
-
-        return {expert: self._seen(mine, unit) for expert, mine in rows.items()}
+        return {expert: self._seen(mine, clamped_swiglu) for expert, mine in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -142,7 +169,7 @@ class Llama4Experts(Experts):
             both = read @ experts.gate_up_proj[expert].double()
             m = len(both) // 2
             rows.setdefault(expert, []).append((token, 1.0, both[:m], both[m:]))
-        found = {expert: self._seen(mine, lambda a, b: silu(a) * b) for expert, mine in rows.items()}
+        found = {expert: self._seen(mine, self.unit) for expert, mine in rows.items()}
         return found | self.shared(block, seen, layer)
 
 
@@ -173,6 +200,8 @@ BY_FAMILY: dict[str, Any] = {
     "llama4": Llama4Experts("feed_forward.experts", Separate("feed_forward.shared_expert")),
     "lfm2_moe": Experts("feed_forward.experts"),
     "jamba": Experts("feed_forward.experts"),
+    "dbrx": DbrxExperts("ffn.experts"),
+    "minimax_m3": Experts(shared=Halves("mlp.shared_experts", "gate_up_proj", unit=clamped_swiglu), unit=clamped_swiglu),
 }  # fmt: skip
 """How the MLP of a family is written."""
 DENSE_LAYERS: dict[str, Any] = {
@@ -180,6 +209,7 @@ DENSE_LAYERS: dict[str, Any] = {
     "lfm2_moe": Separate("feed_forward", "w1", "w3"),
     "jamba": FEED_FORWARD,
     "llama4": FEED_FORWARD,
+    "minimax_m3": Halves("mlp", "gate_up_proj", unit=clamped_swiglu),
 }
 """How that of the family's layers without experts is."""
 
@@ -193,6 +223,8 @@ def load_plain(directory: Path, family: str) -> nn.Module:
 def layers_of(model: nn.Module, family: str) -> nn.ModuleList:
     if family == "t5":
         return model.encoder.block
+    if family == "dbrx":
+        return model.transformer.blocks
     return model.model.layers
 
 

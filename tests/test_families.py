@@ -97,7 +97,10 @@ def test_the_table_of_families_is_what_they_say_of_themselves(tmp_path_factory: 
     assert written(document, lines) == document, "run: python -m tests.catalogue docs/models.md"
 
 
-MIXED = ("llama", "phi3", "gemma3n", "granite", "mixtral", "qwen2_moe", "gpt_oss", "llama4", "t5", "modernbert", "jamba")
+MIXED = (
+    *("llama", "phi3", "gemma3n", "granite", "mixtral", "qwen2_moe", "gpt_oss", "llama4", "t5", "modernbert", "jamba"),
+    "dbrx",
+)
 """One of every way in which units are made, held, routed and placed."""
 
 

@@ -250,6 +250,27 @@ def test_neurons_of_experts_are_edited_one_by_one(tmp_path: Path) -> None:
             assert torch.equal((found - clean).abs().amax(dim=-1).flatten() > 1e-6, reached)
 
 
+@pytest.mark.parametrize("family", ["dbrx", "minimax_m3"])
+def test_an_expert_whose_neurons_are_silent_is_one_without_values(tmp_path: Path, family: str) -> None:
+    """Where experts stand one under the other, and where routed ones are multiplied and the shared one is not."""
+    model = load_model(str(save_tiny(family, tmp_path / "model")), device="cpu")
+    for expert, neurons in ((1, range(24, 48)), *(((-1, range(96, 136)),) if family == "minimax_m3" else ())):
+        plain = plain_model(tmp_path / "model")
+        with torch.no_grad():
+            if family == "dbrx":
+                plain.transformer.blocks[2].ffn.experts.mlp.w2[24:48] = 0
+            elif expert < 0:
+                plain.model.layers[2].mlp.shared_experts.down_proj.weight.zero_()
+            else:
+                plain.model.layers[2].mlp.experts.down_proj[1] = 0
+            expected = plain(TOKENS).logits
+        silent = Change(make_edit("zero", NO_FIT), model.layers[2].unit, torch.tensor(neurons))
+        with rewriting(model, {2: silent}):
+            found = logits(model)
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(found, logits(model), rtol=1e-2, atol=1e-2)
+
+
 def test_weights_of_experts_have_no_actions(tmp_path: Path) -> None:
     model = load_model(str(save_tiny("mixtral", tmp_path / "model")), device="cpu")
     with pytest.raises(UserError, match="layer 1 is a mixture of experts"), acting(model, {1: ExchangeWeights()}):

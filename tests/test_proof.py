@@ -19,7 +19,7 @@ from hooks.models import load_model
 from hooks.network import blocks_of, run_whole
 from hooks.placement import NOT_PROVED, NOTHING_AFTER, NOTHING_BEFORE
 from hooks.proof import find_sites
-from hooks.taps import Claim, Tap, claims_of
+from hooks.taps import Claim, Tap, claims_of, stacks_of
 from hooks.watch import Seen, watch
 from tests.mlps_by_hand import layers_of, load_plain
 from tests.tiny import DENSE, FAMILIES, MIXTURES, UNGATED, save_tiny, tiny_model
@@ -83,6 +83,7 @@ def test_layers_without_a_view_in_transformerlens_have_no_names(directories: dic
         ("granitemoe", ("post_attention_layernorm", 0), 0.5),
         ("granitemoehybrid", ("post_attention_layernorm", 0), 0.5),
         ("llama4", ("post_attention_layernorm", 0), NOTHING_AFTER),
+        ("dbrx", ("norm_attn_norm.norm_2", 0), NOTHING_AFTER),
         ("t5", ("layer.1.layer_norm", 0), NOTHING_AFTER),
         ("modernbert", ("mlp_norm", 0), NOTHING_AFTER),
         ("gemma3n", ("pre_feedforward_layernorm", 0), NOT_PROVED),
@@ -160,6 +161,55 @@ def test_a_swap_of_the_fused_halves_is_caught(family: str) -> None:
     assert [(claim.gate.rows, claim.up.rows) for claim in proved] == [(slice(0, 48), slice(48, 96))]
 
 
+def test_experts_one_under_the_other_are_parted_and_told_apart() -> None:
+    """Of all orders of three tables, and numbers of experts by which they can be parted, the family's own proves itself."""
+    model = tiny_model("dbrx")
+    seen = seen_in(model, 1)
+    finder, proved = proof._Finder(model.config, {}), []
+    claims = list(stacks_of(seen.block, 32))
+    for stacks in claims:
+        with torch.no_grad(), suppress(proof._FailedError):
+            finder._proved_stacks(1, stacks, seen)
+            proved.append((stacks.where, stacks.gate.name, stacks.up.name, stacks.down.name, stacks.n_experts))
+    assert {claim.n_experts for claim in claims} == {4, 24, 32}
+    assert proved == [("ffn.experts", "w1", "v1", "w2", 4)]
+
+
+def test_tables_that_are_told_no_experts_are_none() -> None:
+    """Three of one shape beside an MLP, in a module that holds a number by which they can be parted."""
+
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = 4
+            for name in "abc":
+                self.register_parameter(name, nn.Parameter(torch.randn(96, 32)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + functional.silu(x @ self.a.T) @ self.b
+
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.register_module("more", Tables())
+    model.model.layers[1].self_attn.register_forward_hook(lambda module, _, output: (module.more(output[0]), *output[1:]))
+    assert any(stacks.is_flat for stacks in stacks_of(model.model.layers[1], 32))
+    assert list(find_sites(model, TOKENS).sites) == [0, 1, 2]
+
+
+def test_what_is_applied_to_the_routed_experts_alone_is_theirs(directories: dict[str, Path]) -> None:
+    """Their sum is multiplied before the shared expert is added; anything else that is added is still no part of them."""
+    model = load_model(str(directories["minimax_m3"]), device="cpu")
+    for mixture in model.mixtures.values():
+        assert {site.value_gain_source for site in mixture.routed} == {"× 2.5 (routed_scaling_factor)"}
+        assert all(torch.equal(site.value_gain, torch.full((32,), 2.5)) for site in mixture.routed)
+        assert mixture.shared is not None
+        assert mixture.shared.value_gain_source == NOTHING_AFTER
+    plain = tiny_model("minimax_m3")
+    plain.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output + 0.1 * inputs[0])
+    found = find_sites(plain, TOKENS)
+    assert list(found.mixtures) == [2]
+    assert "its experts do not make up what the layer gives, off by" in found.skipped[1]
+
+
 def test_a_router_taken_for_a_gate_is_caught() -> None:
     """As wide as a gate and in its place, but what it gives weighs nothing: the identity says so."""
 
@@ -177,6 +227,7 @@ def test_a_router_taken_for_a_gate_is_caught() -> None:
     found = find_sites(model, TOKENS)
     assert list(found.sites) == [0, 2]
     assert "h is not g(a, b) for any known g (nearest" in found.skipped[1]
+    assert found.skipped[1].endswith("; projections of mlp)")
 
 
 class Wavy(nn.Module):
@@ -250,7 +301,7 @@ def test_models_without_a_gated_layer_are_refused(directories: dict[str, Path], 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "mixtral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3", "phi3", "mixtral", "qwen2_moe", "gpt_oss", "dbrx"])
 def test_every_dtype_proves_its_layers(directories: dict[str, Path], dtype: str, family: str) -> None:
     model = load_model(str(directories[family]), device="cpu", dtype=dtype)
     assert len(model.sites) + len(model.mixtures) == 3

@@ -130,6 +130,22 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "dbrx": (
+        "dbrx",
+        {
+            "d_model": 32, "n_heads": 4, "n_layers": 3, "max_seq_len": CONTEXT_LIMIT,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 4, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"}},
+        },
+    ),
+    "minimax_m3": (
+        "minimax_m3_vl_text",
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24, "shared_intermediate_size": 40,
+            "dense_intermediate_size": 48, "mlp_layer_types": ["dense", "sparse", "sparse"], "rotary_dim": 8,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "granitemoehybrid": (
         "granitemoehybrid",
         {
