@@ -149,7 +149,7 @@ def analyze(
     subject = load()
     text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens, shard=shard)
     run, found = measure(subject, text), None
-    mode = causal or ("attribution" if subject.predicts else "none")
+    mode = causal or ("attribution" if subject.predicts or chosen or causal_tokens else "none")
     if mode != "none":
         with sweep_kept(directory / PROGRESS):
             found = measure_causal(

@@ -120,7 +120,7 @@ class Sweep:
         controls = [per_token(costs.control[0], self.n_tokens) for costs in self.layers.values()]
         misses = [per_token(costs.base - self.base, self.n_tokens).abs() for costs in self.layers.values()]
         control, miss = (float(torch.stack(values).max()) for values in (controls, misses))  # NaN if one of them is
-        nothing = "KL of an edit that changes nothing, g(a, −3b)/−3, largest over layers"
+        nothing = "KL of an edit that changes nothing, largest over layers"
         entry = "cross-entropy from a layer on and from a whole pass, largest over layers"
         return at_most(nothing, control, CONTROL_LIMIT[dtype]), at_most(entry, miss, BASE_LIMIT[dtype])
 

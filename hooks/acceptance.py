@@ -17,10 +17,14 @@ MINIMAL = {"torch": "2.6", "transformers": "5.9", "transformer-lens": "4.3"}
 
 
 def acceptance_of(
-    model: LoadedModel, corpus: Corpus, layers: dict[int, Layer], controls: tuple[Record, ...]
+    model: LoadedModel,
+    corpus: Corpus,
+    layers: dict[int, Layer],
+    controls: tuple[Record, ...],
+    on_text: tuple[Record, ...] = (),
 ) -> tuple[Record, ...]:
-    """The checks made when the model was loaded, the controls in brief, and how it was read."""
-    return (*model.acceptance, *_controls(controls), *_reading(model, corpus, layers))
+    """The checks made when the model was loaded and on the text, the controls in brief, and how it was read."""
+    return (*model.acceptance, *_controls(controls), *on_text, *_reading(model, corpus, layers))
 
 
 def _controls(controls: tuple[Record, ...]) -> Iterator[Record]:

@@ -18,7 +18,7 @@ from analysis.moments import N_BLOCKS, N_GROUPS
 from analysis.run import Layer, Run
 from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from hooks.acceptance import acceptance_of
-from hooks.controls import controls_of
+from hooks.controls import controls_of, proved_on_text
 from hooks.corpus import Corpus
 from hooks.models import LoadedModel
 from hooks.reading import batch_size_for, read_through
@@ -82,7 +82,7 @@ def analyze(
         settings=settings_of(model, corpus, alphas, draws, seed),
         corpus=(corpus.description,),
         windows=corpus.window_keys,
-        acceptance=acceptance_of(model, corpus, found, controls),
+        acceptance=acceptance_of(model, corpus, found, controls, proved_on_text(model, corpus, chosen)),
         controls=controls,
         token_texts=_token_texts(model, found),
         skipped=skipped,

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from analysis.controls import measure_controls
+from analysis.run import Record, at_most
 from hooks.corpus import Corpus
 from hooks.ears import Extract, Source, input_of, sources_of
 from hooks.forward import Ear, listen
 from hooks.models import LoadedModel
+from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
+from hooks.proof import experts_error
 from hooks.sites import Mixture, Site
 from hooks.taps import Routing
 
@@ -41,6 +44,44 @@ def controls_of(
                 worst[record["control"]] = _worse(worst.get(record["control"]), record)
         found += [{"layer": index} | record for record in worst.values()]
     return tuple(found)
+
+
+def proved_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture]) -> tuple[Record, ...]:
+    """What every layer proved on a probe at load, on the first window of the text: a clamp may act only there."""
+    heard: dict[tuple[int, str], Any] = {}
+
+    def hear(key: tuple[int, str], extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found = extract(args, kwargs, output)
+        heard[key] = found.clone() if isinstance(found, Tensor) else found
+
+    ears = []
+    for index, layer in layers.items():
+        sources = {name: some[0] for name, some in sources_of(layer).items()}
+        if isinstance(layer, Mixture):
+            sources["y"] = Source(layer.stacks.module, lambda args, kwargs, output: output)
+        for site in _dense(layer):
+            sources["h"] = Source(site.taps.down, lambda args, kwargs, output: args[0])
+        ears += [Ear(source.module, partial(hear, (index, name), source.extract)) for name, source in sources.items()]
+    listen(model, [corpus.windows[0]], ears, last_layer=max(layers))
+    dense, experts = [], []
+    for index, layer in layers.items():
+        for site in _dense(layer):
+            a, b, h = (heard[index, name].flatten(0, -2) for name in "abh")
+            dense.append(relative_error(site.unit(a, b), h))
+        if isinstance(layer, Mixture):
+            y = heard[index, "y"].flatten(0, -2)
+            experts.append(experts_error(layer.stacks, layer.unit, heard[index, "routing"], y))
+    tolerance = TOLERANCE[next(iter(layers.values())).dtype]
+    checks = [("h = g(a, b) on the text's first window, largest over layers", dense, tolerance)]
+    checks += [("experts' output on the text's first window, largest over layers", experts, OUTPUT_SLACK * tolerance)]
+    return tuple(at_most(name, max(errors), limit) for name, errors, limit in checks if errors)
+
+
+def _dense(layer: Site | Mixture) -> tuple[Site, ...]:
+    """The sites of a layer that every token reaches."""
+    if isinstance(layer, Site):
+        return (layer,)
+    return () if layer.shared is None else (layer.shared,)
 
 
 def _inputs(layer: Site | Mixture) -> dict[str, Source]:

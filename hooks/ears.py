@@ -49,5 +49,5 @@ def input_of(site: Site) -> Source:
 
 def _pre_activation(site: Site, symbol: str) -> tuple[Source, ...]:
     tap, others = (site.taps.gate, site.also[0]) if symbol == "a" else (site.taps.up, site.also[1])
-    own = Source(tap.module, lambda args, kwargs, output: tap.of(output))
+    own = Source(tap.module, lambda args, kwargs, output: tap.of(output).clone() if site.in_place else tap.of(output))
     return (own, *(Source(other, lambda args, kwargs, output: output) for other in others))

@@ -32,7 +32,7 @@ from hooks.network import blocks_of, outputs_of
 from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
 from hooks.proof import configured_activations, find_sites
 from hooks.sites import Found, Mixture, Site
-from hooks.sources import Source, load_files, locate
+from hooks.sources import Source, first_line, load_files, locate
 from hooks.weights import SPREAD, in_precision, is_spread, place_of, weights_of
 from hooks.wrapped import named, wrap
 
@@ -186,7 +186,7 @@ def load_model(
         probe, bos = _probe(model).to(place), _bos(tokenizer)
         plain = model if is_spread(model) else _plain(model)  # what moves weights about is tied to its modules
         with _eager(model):  # as TransformerLens needs it: what is compared is the wrapping alone
-            reference = outputs_of(model, probe)
+            reference = _first_outputs(model, probe, name)
         limit = LOGIT_SLACK * max(TOLERANCE[precision], TOLERANCE[torch.float32])
         plain_error = _with_fast_attention(plain, probe, reference, limit)
         found = find_sites(plain, probe)
@@ -237,6 +237,19 @@ def _view(
             bridge, reason = None, f"TransformerLens gives other logits, off by {error:.1e} (limit {limit:.0e})"
     logger.info(f"{reason}: read at the model's own modules, model.bridge is None")
     return None, _no_view(check, reason)
+
+
+def _first_outputs(model: PreTrainedModel, probe: Int[Tensor, "1 pos"], name: str) -> Tensor:
+    """What the model gives on the probe; UserError if it does not run at all."""
+    try:
+        return outputs_of(model, probe)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # its own code may raise anything; each means that the files do not make a model that runs
+        kind, reason = type(model).__name__, first_line(error)
+        raise UserError(
+            f"{name}, a {kind}, does not run ({type(error).__name__}: {reason}): check its config.json"
+        ) from error
 
 
 def _no_view(check: str, reason: str) -> Record:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from analysis.errors import UserError
-from analysis.experts import SHARED
+from analysis.experts import SHARED, expert_name
 from analysis.neuron import NeuronRecord, Seen, by_quadrant
 from analysis.readouts import Readout, Similar, cosines, ends, excitation, nearest, pair_cosines, promoted
 from analysis.run import Layer, Run
@@ -203,7 +203,7 @@ def _site_of(layer: Site | Mixture, place: Place) -> tuple[Site, int]:
             break
         first += site.n_neurons
     if not 0 <= place.neuron < site.n_neurons:
-        where = f"layer {number}" if place.expert is None else f"expert {place.expert} of layer {number}"
+        where = f"layer {number}" if place.expert is None else f"expert {expert_name(place.expert)} of layer {number}"
         raise UserError(f"neuron {place.neuron} is out of range: {where} has neurons 0-{site.n_neurons - 1}")
     if not site.unit.is_pointwise:
         raise UserError(

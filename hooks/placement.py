@@ -22,6 +22,9 @@ from hooks.weights import weights_of
 
 SLACK = 10
 """A norm or a block rounds several times: its error may be this much larger than that of one number."""
+SIZED = 0.05
+"""A norm's output may be longer or shorter by this much without a factor of its own: where its ε is not known."""
+EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 NOTHING_BEFORE = "none: the MLP does not read a norm's output"
 NOTHING_AFTER = "none: added to the residual stream as it is"
 NOT_PROVED = "not proved: left out"
@@ -61,17 +64,38 @@ def gain_before(x: Rows, norms: Iterator[tuple[str, nn.Module, Rows, Rows]]) -> 
 
 
 def form_of_gain(norm: nn.Module, before: Rows, x: Rows) -> tuple[Vector, str] | None:
-    """Which gain, in which form, takes the norm's input to its output x; None if none does."""
+    """Which gain, in which form, takes the norm's input to its output x; None if none does.
+
+    Its direction must make x/γ parallel to the input over its size, its length must do so without a factor; one that
+    remains is the norm's own, and is folded as measured.
+    """
     bias = weights_of(norm, inside=False).get("bias")
-    shift = 0 if bias is None else bias.double()
-    before, shifted = before.double(), x.double() - shift
-    centered = before - before.mean(dim=-1, keepdim=True)
-    errors = {}
+    shifted = x.double() - (0 if bias is None else bias.double())
+    given = before.double()
+    sized = [_sized(one, norm) for one in (given, given - given.mean(dim=-1, keepdim=True))]
+    found = []
     for form, gain in _gains(norm, x):
-        apart = [_misalignment(shifted, gain.double() * given) for given in (before, centered)]
-        errors[form] = (min(apart), gain)
-    form = min(errors, key=lambda name: errors[name][0])
-    return (errors[form][1], form) if errors[form][0] <= _limit(x.dtype) else None
+        if not bool((gain != 0).any()):
+            continue
+        expected = min((gain.double() * one for one in sized), key=lambda one: _misalignment(shifted, one))
+        factor = (shifted * expected).sum(dim=-1) / expected.square().sum(dim=-1)
+        found.append(
+            (_misalignment(shifted, expected) > _limit(x.dtype), abs(float(factor.median()) - 1), form, gain, factor)
+        )
+    if not found or min(found, key=lambda one: one[:2])[0]:
+        return None
+    _, off, form, gain, factor = min(found, key=lambda one: one[:2])
+    spread = float((factor / factor.median() - 1).abs().max())
+    if off <= SIZED or spread > SIZED:
+        return gain, form
+    return float(factor.median()) * gain, f"{form}, × {float(factor.median()):.4g} (as measured)"
+
+
+def _sized(rows: Float[Tensor, "place d_model"], norm: nn.Module) -> Float[Tensor, "place d_model"]:
+    """Rows over their root mean square, with the norm's own ε."""
+    named = (getattr(norm, name, None) for name in EPSILONS)
+    epsilon = next((float(value) for value in named if isinstance(value, int | float)), 0.0)
+    return rows / (rows.square().mean(dim=-1, keepdim=True) + epsilon).sqrt()
 
 
 def _limit(dtype: torch.dtype) -> float:

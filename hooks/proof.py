@@ -7,9 +7,10 @@ computed from what the experts are given, and what follows from them must be wha
 shared expert what the layer gives. A layer without a claim that holds is no site; the reason is kept.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -55,9 +56,13 @@ def find_sites(model: PreTrainedModel, probe: Int[Tensor, "batch pos"]) -> Found
             skipped[layer] = str(reason)
 
     blocks = blocks_of(model, config.num_hidden_layers)
+    uses = finder.uses = Counter(module for block in blocks for module in set(block.modules()))
     with ExitStack() as stack, torch.no_grad():
         for layer, block in enumerate(blocks):
-            watch(block, partial(look, layer), stack)
+            if uses[block] > 1:
+                skipped[layer] = "its block is that of another layer too, and runs more than once in a pass"
+            else:
+                watch(block, partial(look, layer), stack)
         run_whole(model, probe)
     for layer in range(len(blocks)):
         if layer not in found:
@@ -88,11 +93,13 @@ class _Finder:
     Attributes:
         config: of the model, which may name the activation and its parameters.
         constants: numbers of the configuration that may be multipliers.
+        uses: in how many blocks each module is.
         layout: gate, up and down of the last stacks that proved themselves, and their unit.
     """
 
     config: Any
     constants: dict[str, float]
+    uses: Counter[nn.Module] = field(default_factory=Counter)
     layout: tuple[Cut, Cut, Cut, Unit] | None = None
 
     def units(self, layer: int, module: nn.Module) -> list[Unit]:
@@ -145,18 +152,26 @@ class _Finder:
         described = _described(seen.block)
         return list(found.values()), described if nearest is None or described == STATIC else str(nearest)
 
+    def _is_own(self, *modules: nn.Module) -> None:
+        """Fails for modules of several layers: what is heard at them in a pass is of all these layers."""
+        if any(self.uses[module] > 1 for module in modules):
+            raise _FailedError("its projections belong to another layer too", 0.0)
+
     def _proved(self, layer: int, claim: Claim, seen: Seen) -> tuple[Site, After]:
+        self._is_own(claim.gate.module, claim.up.module, claim.down)
         x, a, b, h, y = _read(claim, seen)
         unit, identity_error = identify(self.units(layer, seen.module(claim.where)), a, b, h, claim.where)
         form = GatedMLP(unit, *claim.matrices, *claim.biases)
         output_error = _proved_output(form, x, y)
         gain, source = gain_before(x, seen.norms(x))
         after = gain_after(seen.again, seen.gave_itself, claim.down, seen.calls[claim.down][2], seen.block, self.constants)
-        errors = identity_error, output_error
-        return Site(layer, unit, claim, gain, source, after.gain, after.source, *errors), after
+        errors, in_place = (identity_error, output_error), bool({claim.gate.module, claim.up.module} & seen.changed)
+        return Site(layer, unit, claim, gain, source, after.gain, after.source, *errors, in_place=in_place), after
 
     def _mixture(self, layer: int, seen: Seen, dense: Sequence[tuple[Site, After]], every: Sequence[Stacks]) -> Mixture:
         failures = []
+        if len(holders := {one.module for one in every}) > 1:
+            raise NotASiteError(f"it has {len(holders)} modules of experts side by side")
         for stacks in self._in_order(every):
             try:
                 unit, error = self._proved_stacks(layer, stacks, seen)
@@ -199,8 +214,9 @@ class _Finder:
         return sorted(every, key=lambda one: self.layout is None or (one.gate, one.up, one.down) != self.layout[:3])
 
     def _proved_stacks(self, layer: int, stacks: Stacks, seen: Seen) -> tuple[Unit, float]:
-        if stacks.module not in seen.calls:
-            raise _FailedError("its experts did not run on the probe")
+        self._is_own(stacks.module)
+        if (fired := seen.fired[stacks.module]) != 1:
+            raise _FailedError(f"its experts ran {fired} times on the probe, expected once")
         routing = _routing(stacks, seen)
         if routing is None:
             raise _FailedError(
@@ -208,19 +224,31 @@ class _Finder:
             )
         y = seen.gave(stacks.module)
         units = self.units(layer, stacks.module)
-        known = [] if self.layout is None or self.layout[3] not in units else [self.layout[3]]
-        if known and (error := _experts_error(stacks, known[0], routing, y)) <= OUTPUT_SLACK * TOLERANCE[y.dtype]:
-            return known[0], error
-        errors = [_experts_error(stacks, unit, routing, y) for unit in units]
-        best = min(range(len(errors)), key=errors.__getitem__)
+        known = [place for place, unit in enumerate(units) if self.layout is not None and unit == self.layout[3]]
         limit = OUTPUT_SLACK * TOLERANCE[y.dtype]
-        if not errors[best] <= limit:
-            raise _FailedError(
-                f"what its experts give is not Σ r·g(a, b) v for any known g (nearest {units[best].name}, off by "
-                f"{errors[best]:.1e}, limit {limit:.0e})",
-                errors[best],
-            )
-        return units[best], errors[best]
+        for some in ([units[: known[0] + 1]] if known else []) + [units]:  # what is likelier here than what it was before
+            errors = [experts_error(stacks, unit, routing, y) for unit in some]
+            best = min(range(len(errors)), key=lambda place: (errors[place] != errors[place], errors[place]))
+            if errors[best] <= limit:
+                return some[best], max(errors[best], self._every_expert(stacks, some[best], routing, seen))
+        raise _FailedError(
+            f"what its experts give is not Σ r·g(a, b) v for any known g (nearest {units[best].name}, off by "
+            f"{errors[best]:.1e}, limit {limit:.0e})",
+            errors[best],
+        )
+
+    def _every_expert(self, stacks: Stacks, unit: Unit, routing: Routing, seen: Seen) -> float:
+        """The same for every expert: a probe reaches few of many, so the module is run once more with tokens for each."""
+        args, kwargs, _ = seen.calls[stacks.module]
+        errors = [0.0]
+        for asked in routing.rounds(stacks.n_experts):
+            own, named = asked.written(args, kwargs)
+            y = hidden_of(stacks.module(*own, **named)).flatten(0, -2)
+            error, limit = experts_error(stacks, unit, asked, y), OUTPUT_SLACK * TOLERANCE[y.dtype]
+            if not error <= limit:
+                raise _FailedError(f"an expert that the probe did not reach gives something else ({error:.1e})", error)
+            errors.append(error)
+        return max(errors)
 
 
 class _FailedError(Exception):
@@ -285,7 +313,7 @@ def _is_told(stacks: Stacks, seen: Seen) -> bool:
     return routing is not None and not routing.scaled
 
 
-def _experts_error(stacks: Stacks, unit: Unit, routing: Routing, y: Tensor) -> float:
+def experts_error(stacks: Stacks, unit: Unit, routing: Routing, y: Tensor) -> float:
     """Relative error of what the experts give, computed from the weights of each and the tokens that were sent to it."""
     total = torch.zeros(len(routing.x), y.shape[-1], dtype=torch.promote_types(y.dtype, torch.float32), device=y.device)
     for expert, (token, weight) in zip(stacks.experts(), routing.by_expert(stacks.n_experts), strict=True):

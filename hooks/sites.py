@@ -43,6 +43,7 @@ class Site:
         token_gate: for a shared expert, what gives the logit of its weight for each token.
         hook_names: the names of x, a, b, h and y among the hooks of TransformerLens, where these see the same.
         also: modules that give a and b as well, in a network whose own projections are others.
+        in_place: whether the model changes what its projections gave, so that a and b must be copied when they are heard.
     """
 
     layer: int
@@ -58,6 +59,7 @@ class Site:
     token_gate: nn.Linear | None = None
     hook_names: dict[str, str] = field(default_factory=dict)
     also: tuple[Points, Points] = ((), ())
+    in_place: bool = False
 
     @property
     def q(self) -> Float[Tensor, "d_mlp d_model"]:
@@ -148,6 +150,10 @@ class Mixture:
     @property
     def device(self) -> torch.device:
         return self.sites[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sites[0].dtype
 
     @property
     def n_neurons(self) -> int:

@@ -20,15 +20,20 @@ from torch import Tensor
 
 from analysis.causal import POSITIONS, QUANTITIES, VERSIONS, LayerCosts, Sweep, from_tensors, tensors_of
 from analysis.divergence import cross_entropy, log_probabilities
-from analysis.edits import Change, Edit, Rescaled
+from analysis.edits import Change, Edit, Partial, Rescaled, Zero
 from analysis.noise import directions
 from analysis.progress import Progress
+from analysis.units import Unit
 from hooks.corpus import Window
 from hooks.models import LoadedModel
 from hooks.suffix import Scored, clean_pass
 from hooks.versions import Entry, Version
 
-CONTROL = Rescaled(-3.0)
+
+def control_of(unit: Unit) -> Edit:
+    """An edit that changes nothing: k → −3k, v → −v/3 where up is linear, else h computed anew from a and b."""
+    return Rescaled(-3.0) if unit.up_is_linear else Partial(Zero(), 0.0)
+
 
 Hidden = Float[Tensor, "pos d_model"]
 Edits = Mapping[int, Mapping[str, Edit]]
@@ -120,7 +125,8 @@ class _Steps:
         edited = zip(names, self._edited_inputs(layer, state), strict=True)
         cumulative = [Version(given, self._counted(name, [layer], state)) for name, given in edited]
         single, _ = entry.costs([Version(hidden, {layer: change}) for change in self._alone(layer, state)])
-        control, _ = entry.costs([Version(hidden, {layer: Change(CONTROL, self.model.layers[layer].unit)})])
+        unit = self.model.layers[layer].unit
+        control, _ = entry.costs([Version(hidden, {layer: Change(control_of(unit), unit)})])
         top, _ = entry.costs(together)
         bottom, given_next = entry.costs(cumulative, keep=following[0] if following else None)
         if following:

@@ -7,7 +7,7 @@ way in which the parts may be meant is a claim; ``hooks.sites`` proves one of th
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
 
@@ -344,3 +344,31 @@ class Routing:
         row, weight = order // self.experts.shape[1], self.weights.flatten()[order]
         sizes = [*counts, len(order) - sum(counts)]
         return list(zip(row.split(sizes), weight.split(sizes), strict=True))[:n_experts]
+
+    def rounds(self, n_experts: int) -> Iterator["Routing"]:
+        """The same rows sent to others, until every expert had one."""
+        if self.scaled:
+            tokens = self.x.view(n_experts, -1, self.x.shape[1]).sum(dim=0)
+            yield self._of_every_expert(tokens.repeat(n_experts, 1), n_experts)
+            return
+        number = torch.arange(self.experts.numel(), device=self.experts.device).view_as(self.experts)
+        for first in range(0, n_experts, self.experts.numel()):
+            experts = ((first + number) % n_experts).to(self.experts.dtype)
+            yield replace(self, experts=experts, weights=torch.full_like(self.weights, 0.5))
+
+    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a forward, as ``of`` reads them, with what is meant here in their places."""
+        first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+        def meant(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.dtype == torch.bool:
+                return value
+            if value is first:
+                return self.x.view_as(value)
+            if not value.is_floating_point():
+                return self.experts
+            if value.shape == self.experts.shape:
+                return self.weights.to(value.dtype)
+            return torch.zeros_like(value).scatter(1, self.experts.long(), self.weights.to(value.dtype))
+
+        return tuple(map(meant, args)), {name: meant(value) for name, value in kwargs.items()}

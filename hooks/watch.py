@@ -16,7 +16,10 @@ from hooks.network import hidden_of
 
 @dataclass
 class Seen:
-    """What the modules of a block were given and gave in one pass, and the block itself."""
+    """What the modules of a block were given and gave in one pass, and the block itself.
+
+    ``changed`` are modules whose output was changed in place by what came after them.
+    """
 
     block: nn.Module
     args: tuple[Any, ...] = ()
@@ -25,6 +28,7 @@ class Seen:
     output: Tensor | None = None
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     fired: Counter[nn.Module] = field(default_factory=Counter)
+    changed: set[nn.Module] = field(default_factory=set)
 
     def module(self, where: str) -> nn.Module:
         """A module by its name in the block."""
@@ -62,16 +66,21 @@ class Seen:
 def watch(block: nn.Module, look: Callable[[Seen], None], stack: ExitStack) -> None:
     """Have ``look`` see what the block's modules did as soon as the block has run; then nothing of it is kept."""
     seen = Seen(block)
+    outputs: dict[nn.Module, tuple[Tensor, int]] = {}
     handles: list[RemovableHandle] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        kept = output.clone() if isinstance(output, Tensor) else output  # some families add to it in place
+        kept = output
+        if isinstance(output, Tensor):  # some families change it in place
+            kept, outputs[module] = output.clone(), (output, output._version)
         seen.calls[module] = args, kwargs, kept
         seen.fired[module] += 1
 
     def done(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for handle in handles:
             handle.remove()
+        seen.changed = {module for module, (given, version) in outputs.items() if given._version != version}
+        outputs.clear()
         seen.args, seen.kwargs, seen.output, seen.in_tuple = args, kwargs, hidden_of(output), not isinstance(output, Tensor)
         look(seen)
         seen.calls.clear()

@@ -12,9 +12,10 @@ from analysis.gated import GatedMLP
 from analysis.run import Run
 from analysis.units import GptOssUnit, Unit, unit_named
 from hooks.collect import analyze
-from hooks.models import LoadedModel
+from hooks.models import LoadedModel, load_model
 from tests.analysis_helpers import ClampedUnit
 from tests.test_cli import FILES, QUICK, call
+from tests.tiny import save_tiny
 
 RESCALINGS = ["k → 3k, v → v/3", "k → -1k, v → v/-1"]
 ORDER, EXCHANGE = "a random order of the neurons", "exchange of SiLU(a)·b, re-paired"
@@ -85,6 +86,7 @@ LINES = (
     "logits with and without TransformerLens",
     "logits of the pass that reads, with its own attention",
     *(f"{control} must change" for control in (*RESCALINGS, ORDER, EXCHANGE)),
+    "h = g(a, b) on the text's first window",
     "activation, g(a, b)",
     "precision",
     "beginning of a window",
@@ -116,7 +118,7 @@ def changed(run: Run, check: int, **fields: object) -> Run:
 
 
 def test_of_two_runs_the_worse_outcome_is_kept(run: Run) -> None:
-    error, control, fails, words = 0, 4, 7, 9
+    error, control, fails, words = 0, 4, 7, 10
     for check, worse, better in ((error, 1e-6, 0.0), (control, 1e-6, 0.0), (fails, 0.002, 0.9)):
         runs = [changed(run, check, value=value) for value in (worse, better)]
         for first, second in (runs, runs[::-1]):
@@ -154,3 +156,22 @@ def test_a_control_out_of_tolerance_exits_with_1_and_is_written(
     loaded = Run.load(tmp_path / "run")
     assert [(r["layer"], r["control"]) for r in loaded.controls if not r["passed"]] == [(1, name) for name in RESCALINGS]
     assert not loaded.passed
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_clamp_that_acts_on_the_text_alone_fails_a_check(family: str, tmp_path: Path) -> None:
+    """What a layer proved on random tokens is proved again on the text: here h is cut there, and not on the probe."""
+    model = load_model(str(save_tiny(family, tmp_path / "model")), device="cpu")
+    text = model.read(context=32, max_tokens=160)
+    module = model.plain.model.layers[1].mlp
+    if family == "llama":
+        act = module.act_fn.forward
+        module.act_fn.forward = lambda z: act(z).clamp(max=0.1)
+    else:
+        act = module.experts.act_fn.forward
+        module.experts.act_fn.forward = lambda z: act(z).clamp(max=0.1)
+    run = analyze(model, text, quiet=True)
+    failed = [check["check"] for check in run.acceptance if not check["passed"]]
+    what = "h = g(a, b)" if family == "llama" else "experts' output"
+    assert failed == [f"{what} on the text's first window, largest over layers"]
+    assert not run.passed

@@ -1,8 +1,11 @@
 """A layer is read only where it proves itself; what is not a gated MLP is refused with what it is instead."""
 
+import copy
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from analysis.conversions import absorbed_biases, extended
 from analysis.errors import UserError
 from hooks import proof
+from hooks.collect import analyze
 from hooks.models import load_model
 from hooks.network import blocks_of, run_whole
 from hooks.placement import NOT_PROVED, NOTHING_AFTER, NOTHING_BEFORE
@@ -332,3 +336,115 @@ def test_a_model_that_is_loaded_computes_what_its_authors_wrote(directories: dic
                 AutoModelForCausalLM.from_pretrained(directories[family])(TOKENS).logits,
             )
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_what_the_model_changes_in_place_is_heard_as_it_was_given(tmp_path: Path) -> None:
+    """An activation that overwrites the gate: the same numbers as where it does not."""
+    directory = save_tiny("llama", tmp_path / "model")
+    model, changed = load_model(str(directory), device="cpu"), load_model(str(directory), device="cpu")
+
+    def forward(mlp: nn.Module, x: Tensor) -> Tensor:
+        gate = mlp.gate_proj(x)
+        functional.silu(gate, inplace=True)
+        return mlp.down_proj(gate * mlp.up_proj(x))
+
+    for layer in changed.plain.model.layers:
+        layer.mlp.forward = partial(forward, layer.mlp)
+    changed = replace(changed, found=find_sites(changed.plain, TOKENS), bridge=None)
+    assert all(site.in_place for site in changed.sites.values())
+    assert not any(site.in_place for site in model.sites.values())
+    text = model.read(context=32, max_tokens=160)
+    mine, theirs = (analyze(one, text, quiet=True).layers[1].moments.neuron.values for one in (model, changed))
+    torch.testing.assert_close(theirs, mine, rtol=1e-5, atol=1e-9)
+
+
+def test_modules_of_several_layers_are_refused() -> None:
+    """What is heard at them in one pass is of all these layers."""
+    for family, shared in (("llama", "mlp"), ("mixtral", "mlp")):
+        model = tiny_model(family)
+        setattr(model.model.layers[2], shared, getattr(model.model.layers[0], shared))
+        found = find_sites(model, TOKENS)
+        assert [*found.sites, *found.mixtures] == [1]
+        assert {found.skipped[layer] for layer in (0, 2)} == {"its projections belong to another layer too"}
+    model = tiny_model("llama")
+    model.model.layers[2] = model.model.layers[0]
+    found = find_sites(model, TOKENS)
+    assert list(found.sites) == [1]
+    assert "its block is that of another layer too" in found.skipped[2]
+    model = tiny_model("mixtral")
+    mlp = model.model.layers[1].mlp
+    model.model.layers[1].mlp = Twice(mlp)
+    assert "its experts ran 2 times on the probe, expected once" in find_sites(model, TOKENS).skipped[1]
+
+
+class Twice(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.inner = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.inner(x.roll(1, dims=1))
+
+
+def test_experts_that_the_probe_does_not_reach_are_proved_too() -> None:
+    model = tiny_model("mixtral")
+    experts, called = model.model.layers[1].mlp.experts, []
+    forward = experts.forward
+
+    def swapped(x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """As it is, but gate and up change places in expert 3, which no token of the probe is sent to."""
+        called.append(index)
+        kept = experts.gate_up_proj.data.clone()
+        experts.gate_up_proj.data[3] = kept[3].roll(48, dims=0)
+        found = forward(x, index, weights)
+        experts.gate_up_proj.data.copy_(kept)
+        return found
+
+    experts.forward = swapped
+    router = model.model.layers[1].mlp.gate
+    router.register_forward_hook(lambda _, x, out: (out[0], out[1], out[2].clamp(max=2)))
+    found = find_sites(model, TOKENS)
+    assert all(int(index.max()) < 3 for index in called[:1])
+    assert "an expert that the probe did not reach gives something else" in found.skipped[1]
+
+
+def test_a_layers_own_limit_is_tried_before_the_unit_of_the_last_layer() -> None:
+    """Limits that nothing reaches on the probe, one a layer, as some families have them."""
+    model = tiny_model("mixtral")
+    for layer, limit in zip(model.model.layers, (float("inf"), float("inf"), 1e3), strict=True):
+        layer.mlp.experts.limit = limit
+    units = {index: mixture.unit.name for index, mixture in find_sites(model, TOKENS).mixtures.items()}
+    assert units == {0: "silu", 1: "silu", 2: "clamped(silu,1000)"}
+
+
+def test_two_modules_of_experts_in_one_block_are_refused() -> None:
+    model = tiny_model("mixtral")
+    model.model.layers[1].mlp.more = copy.deepcopy(model.model.layers[1].mlp.experts)
+    assert "it has 2 modules of experts side by side" in find_sites(model, TOKENS).skipped[1]
+
+
+def test_a_factor_that_a_norm_has_in_its_code_belongs_to_its_gain() -> None:
+    model = tiny_model("llama")
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.register_forward_hook(lambda module, inputs, output: 2 * output)
+    site = find_sites(model, TOKENS).sites[1]
+    torch.testing.assert_close(site.gain, 2 * norm.weight.detach(), rtol=1e-4, atol=1e-6)
+    assert site.gain_source == "post_attention_layernorm, γ = weight, × 2 (as measured)"
+
+
+def test_equal_weights_of_a_norm_are_told_by_their_size() -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.post_attention_layernorm.weight.data.fill_(0.3)
+    sites = find_sites(model, TOKENS).sites.values()
+    assert {site.gain_source for site in sites} == {"post_attention_layernorm, γ = weight"}
+    assert all(torch.allclose(site.gain, torch.tensor(0.3)) for site in sites)
+
+
+def test_a_model_that_does_not_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    directory = save_tiny("llama", tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 4, "num_attention_heads": 2}))
+    with pytest.raises(UserError) as refusal:
+        load_model(str(directory), device="cpu")
+    assert "\n" not in str(refusal.value)
