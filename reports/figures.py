@@ -123,7 +123,7 @@ def experts_by_share(experts: pd.DataFrame, ax: Axes) -> Axes:
     layers = list(dict.fromkeys(experts["layer"]))
     colors = dict(zip(layers, sns.color_palette("crest", len(layers)), strict=True))
     _experts(experts, experts["token_share"], ax, colors)
-    ax.set(title="By share of tokens", xlabel="share of tokens", xscale="log")
+    ax.set(title="By share of tokens; the darker, the later the layer", xlabel="share of tokens", xscale="log")
     percent = FuncFormatter(lambda share, _: f"{100 * share:.3g} %")
     ax.xaxis.set_major_formatter(percent)
     ax.xaxis.set_minor_formatter(percent if ax.get_xlim()[1] / ax.get_xlim()[0] < 10 else NullFormatter())
