@@ -12,11 +12,11 @@ from analysis.run import Record, at_most
 from hooks.corpus import Corpus
 from hooks.ears import Extract, Source, input_of, sources_of
 from hooks.forward import Ear, listen
+from hooks.mixture_proof import experts_error
 from hooks.models import LoadedModel
 from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
-from hooks.proof import experts_error
+from hooks.routing import Routing
 from hooks.sites import Mixture, Site
-from hooks.taps import Routing
 
 
 def controls_of(

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from hooks.routing import Routing
 from hooks.sites import Mixture, Site
-from hooks.taps import Routing
 
 Extract = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 """From what a module was given, by place and by name, and what it gave: what is meant."""

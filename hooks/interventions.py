@@ -26,8 +26,9 @@ from analysis.errors import UserError
 from analysis.experts import SHARED
 from hooks.ears import Extract, sources_of
 from hooks.models import LoadedModel
+from hooks.routing import Routing
 from hooks.sites import Mixture, Site
-from hooks.taps import Routing, Tap
+from hooks.taps import Tap
 
 Activations = Float[Tensor, "batch pos d_mlp"]
 Rewrite = Callable[[Activations, Activations, Activations], Activations]

@@ -28,9 +28,10 @@ from analysis.errors import UserError
 from analysis.run import Record, at_most
 from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import DEFAULT_CONTEXT, SAMPLE, Corpus, load_corpus
+from hooks.expected import configured_activations
 from hooks.network import blocks_of, outputs_of
 from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
-from hooks.proof import configured_activations, find_sites
+from hooks.proof import find_sites
 from hooks.sites import Found, Mixture, Site
 from hooks.sources import Source, first_line, load_files, locate
 from hooks.weights import SPREAD, in_precision, is_spread, place_of, weights_of

@@ -28,9 +28,9 @@ from hooks.corpus import Corpus
 from hooks.models import LoadedModel
 from hooks.network import find_ends
 from hooks.reading import Stream, read_through
+from hooks.routing import Routing
 from hooks.sites import Mixture, Site
 from hooks.streams import geometry_of_layer, stream_of
-from hooks.taps import Routing
 
 DEFAULT_TOP = 8
 """Contexts of each sign pair, tokens at each end of a read-out, like neurons of the same layer and of others."""

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from analysis.experts import SHARED
 from analysis.gated import GatedMLP
 from analysis.units import Unit
-from hooks.taps import Claim, Stacks, Weights
+from hooks.stacks import Stacks
+from hooks.taps import Claim, Weights
 from hooks.weights import place_of
 
 Points = tuple[nn.Module, ...]

@@ -24,8 +24,8 @@ from analysis.totals import Reducer
 from analysis.window import Batch
 from hooks.placement import NOTHING_AFTER
 from hooks.reading import Stream
+from hooks.routing import Routing
 from hooks.sites import Mixture, Site
-from hooks.taps import Routing
 
 
 def stream_of(layer: Site | Mixture, alphas: Sequence[float], draws: int, seed: int) -> "LayerStream":

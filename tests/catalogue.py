@@ -12,7 +12,7 @@ from analysis.errors import UserError
 from hooks.models import LoadedModel, load_model
 from hooks.placement import NOTHING_AFTER, NOTHING_BEFORE
 from hooks.sites import Site
-from hooks.taps import ExpertWeights
+from hooks.stacks import ExpertWeights
 from tests.tiny import FAMILIES, save_tiny
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,13 +17,16 @@ from transformers import AutoModelForCausalLM
 
 from analysis.conversions import absorbed_biases, extended
 from analysis.errors import UserError
-from hooks import proof
 from hooks.collect import analyze
+from hooks.dense_proof import proved_claim
+from hooks.expected import Expected, FailedError
+from hooks.mixture_proof import MixtureProof
 from hooks.models import load_model
 from hooks.network import blocks_of, run_whole
 from hooks.placement import NOT_PROVED, NOTHING_AFTER, NOTHING_BEFORE
 from hooks.proof import find_sites
-from hooks.taps import Claim, Tap, claims_of, stacks_of
+from hooks.stacks import stacks_of
+from hooks.taps import Claim, Tap, claims_of
 from hooks.watch import Seen, watch
 from tests.mlps_by_hand import layers_of, load_plain
 from tests.tiny import DENSE, FAMILIES, MIXTURES, UNGATED, save_tiny, tiny_model
@@ -146,7 +149,7 @@ def seen_in(model: nn.Module, layer: int) -> Seen:
     def keep(seen: Seen) -> None:
         found.append(replace(seen, calls=dict(seen.calls), fired=seen.fired.copy()))
 
-    with proof.ExitStack() as stack, torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
         watch(blocks_of(model, model.config.num_hidden_layers)[layer], keep, stack)
         run_whole(model, TOKENS)
     return found[0]
@@ -157,10 +160,10 @@ def test_a_swap_of_the_fused_halves_is_caught(family: str) -> None:
     """Of the four ways in which one projection may hold two, one proves itself, and it is the family's own."""
     model = tiny_model(family)
     seen = seen_in(model, 1)
-    finder, proved = proof._Finder(model.config, {}), []
+    expected, proved = Expected(model.config, {}), []
     for claim in claims_of(seen.block):
-        with torch.no_grad(), suppress(proof._FailedError):
-            proved.append(finder._proved(1, claim, seen)[0].taps)
+        with torch.no_grad(), suppress(FailedError):
+            proved.append(proved_claim(expected, 1, claim, seen)[0].taps)
     assert len(list(claims_of(seen.block))) >= 4
     assert [(claim.gate.rows, claim.up.rows) for claim in proved] == [(slice(0, 48), slice(48, 96))]
 
@@ -169,11 +172,11 @@ def test_experts_one_under_the_other_are_parted_and_told_apart() -> None:
     """Of all orders of three tables, and numbers of experts by which they can be parted, the family's own proves itself."""
     model = tiny_model("dbrx")
     seen = seen_in(model, 1)
-    finder, proved = proof._Finder(model.config, {}), []
+    mixtures, proved = MixtureProof(Expected(model.config, {})), []
     claims = list(stacks_of(seen.block, 32))
     for stacks in claims:
-        with torch.no_grad(), suppress(proof._FailedError):
-            finder._proved_stacks(1, stacks, seen)
+        with torch.no_grad(), suppress(FailedError):
+            mixtures.proved(1, stacks, seen)
             proved.append((stacks.where, stacks.gate.name, stacks.up.name, stacks.down.name, stacks.n_experts))
     assert {claim.n_experts for claim in claims} == {4, 24, 32}
     assert proved == [("ffn.experts", "w1", "v1", "w2", 4)]
