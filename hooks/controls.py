@@ -24,17 +24,8 @@ def controls_of(
 ) -> tuple[dict[str, Any], ...]:
     """Every control of every layer, of a mixture the worst of its experts: see ``analysis.controls``."""
     window = corpus.windows[0]
-    heard: dict[tuple[int, str], Any] = {}
-
-    def hear(key: tuple[int, str], extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        heard[key] = extract(args, kwargs, output)
-
-    ears = [
-        Ear(source.module, partial(hear, (index, name), source.extract))
-        for index, layer in layers.items()
-        for name, source in _inputs(layer).items()
-    ]
-    listen(model, [window], ears, last_layer=max(layers))
+    sources = {(index, name): one for index, layer in layers.items() for name, one in _inputs(layer).items()}
+    heard = _heard(model, corpus, sources)
     found: list[dict[str, Any]] = []
     for index, layer in layers.items():
         worst: dict[str, dict[str, Any]] = {}
@@ -48,21 +39,14 @@ def controls_of(
 
 def proved_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture]) -> tuple[Record, ...]:
     """What every layer proved on a probe at load, on the first window of the text: a clamp may act only there."""
-    heard: dict[tuple[int, str], Any] = {}
-
-    def hear(key: tuple[int, str], extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found = extract(args, kwargs, output)
-        heard[key] = found.clone() if isinstance(found, Tensor) else found
-
-    ears = []
+    sources: dict[tuple[int, str], Source] = {}
     for index, layer in layers.items():
-        sources = {name: some[0] for name, some in sources_of(layer).items()}
+        sources |= {(index, name): some[0] for name, some in sources_of(layer).items()}
         if isinstance(layer, Mixture):
-            sources["y"] = Source(layer.stacks.module, lambda args, kwargs, output: output)
+            sources[index, "y"] = Source(layer.stacks.module, lambda args, kwargs, output: output)
         for site in _dense(layer):
-            sources["h"] = Source(site.taps.down, lambda args, kwargs, output: args[0])
-        ears += [Ear(source.module, partial(hear, (index, name), source.extract)) for name, source in sources.items()]
-    listen(model, [corpus.windows[0]], ears, last_layer=max(layers))
+            sources[index, "h"] = Source(site.taps.down, lambda args, kwargs, output: args[0])
+    heard = _heard(model, corpus, sources)
     dense, experts = [], []
     for index, layer in layers.items():
         for site in _dense(layer):
@@ -75,6 +59,19 @@ def proved_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site
     checks = [("h = g(a, b) on the text's first window, largest over layers", dense, tolerance)]
     checks += [("experts' output on the text's first window, largest over layers", experts, OUTPUT_SLACK * tolerance)]
     return tuple(at_most(name, max(errors), limit) for name, errors, limit in checks if errors)
+
+
+def _heard(model: LoadedModel, corpus: Corpus, sources: Mapping[tuple[int, str], Source]) -> dict[tuple[int, str], Any]:
+    """What is heard of some layers on the first window of the text, by layer and name."""
+    heard: dict[tuple[int, str], Any] = {}
+
+    def hear(key: tuple[int, str], extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found = extract(args, kwargs, output)
+        heard[key] = found.clone() if isinstance(found, Tensor) else found
+
+    ears = [Ear(source.module, partial(hear, key, source.extract)) for key, source in sources.items()]
+    listen(model, [corpus.windows[0]], ears, last_layer=max(layer for layer, _ in sources))
+    return heard
 
 
 def _dense(layer: Site | Mixture) -> tuple[Site, ...]:

@@ -150,10 +150,8 @@ class _Reached(NamedTuple):
 
 def _parts(mixture: Mixture, routing: Routing, shared_x: list[Tensor]) -> Iterator[_Reached]:
     routed, experts = routing.by_expert(mixture.stacks.n_experts), mixture.stacks.experts()
-    first, common = 0, mixture.sites[0].value_gain
-    for number, site in enumerate(mixture.sites):
-        columns = slice(first, first + site.n_neurons)
-        first += site.n_neurons
+    common = mixture.sites[0].value_gain
+    for number, (site, columns) in enumerate(zip(mixture.sites, mixture.columns, strict=True)):
         weights = site.weights if site.expert == SHARED else experts[number]
         (q, k, v), (q_bias, k_bias, _) = weights.matrices, weights.biases
         if site.expert == SHARED:

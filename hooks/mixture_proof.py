@@ -184,8 +184,8 @@ def _prove_complete(expert: Site, stacks: Stacks, shared: Sequence[Site], weight
 
     What the experts give may be multiplied before the shared one is added: by what is applied to it and not to that.
     """
-    around = dict(seen.block.named_modules()).get(stacks.where.rpartition(".")[0])
-    if around is None or around not in seen.calls:
+    around = seen.module(stacks.where.rpartition(".")[0])
+    if around not in seen.calls:
         return
     whole, routed = seen.gave(around), seen.gave(stacks.module)
     routed = routed.reshape(-1, len(whole), whole.shape[-1]).sum(dim=0)

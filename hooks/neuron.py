@@ -197,11 +197,8 @@ def _site_of(layer: Site | Mixture, place: Place) -> tuple[Site, int]:
         has += ", and a shared one" if isinstance(layer, Mixture) and layer.shared else ""
         wanted = "LAYER:INDEX" if isinstance(layer, Site) else "LAYER:EXPERT:INDEX"
         raise UserError(f"layer {number} has {has}: write a neuron of it as {wanted}")
-    first = 0
-    for site in sites:
-        if site.expert == place.expert:
-            break
-        first += site.n_neurons
+    which = [site.expert for site in sites].index(place.expert)
+    site, first = sites[which], 0 if isinstance(layer, Site) else layer.columns[which].start
     if not 0 <= place.neuron < site.n_neurons:
         where = f"layer {number}" if place.expert is None else f"expert {expert_name(place.expert)} of layer {number}"
         raise UserError(f"neuron {place.neuron} is out of range: {where} has neurons 0-{site.n_neurons - 1}")

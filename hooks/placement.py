@@ -82,13 +82,16 @@ def form_of_gain(norm: nn.Module, before: Rows, x: Rows) -> tuple[Vector, str] |
         found.append(
             (_misalignment(shifted, expected) > _limit(x.dtype), abs(float(factor.median()) - 1), form, gain, factor)
         )
-    if not found or min(found, key=lambda one: one[:2])[0]:
+    if not found:
         return None
-    _, off, form, gain, factor = min(found, key=lambda one: one[:2])
+    is_other, off, form, gain, factor = min(found, key=lambda one: one[:2])
+    if is_other:
+        return None
+    middle = float(factor.median())
     spread = float((factor / factor.median() - 1).abs().max())
     if off <= SIZED or spread > SIZED:
         return gain, form
-    return float(factor.median()) * gain, f"{form}, × {float(factor.median()):.4g} (as measured)"
+    return middle * gain, f"{form}, × {middle:.4g} (as measured)"
 
 
 def _sized(rows: Float[Tensor, "place d_model"], norm: nn.Module) -> Float[Tensor, "place d_model"]:

@@ -11,6 +11,7 @@ A mixture of experts is a layer of many sites, each of which some tokens reach.
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float
@@ -143,6 +144,12 @@ class Mixture:
     def routed(self) -> tuple[Site, ...]:
         """The experts that tokens are sent to."""
         return tuple(site for site in self.sites if site.expert != SHARED)
+
+    @property
+    def columns(self) -> tuple[slice, ...]:
+        """Of every site the columns of its neurons among those of the layer."""
+        ends = list(accumulate((site.n_neurons for site in self.sites), initial=0))
+        return tuple(slice(first, last) for first, last in pairwise(ends))
 
     @property
     def unit(self) -> Unit:

@@ -120,8 +120,8 @@ class MixtureStream(LayerStream):
     def found(self) -> Layer:
         sites = self._mixture.sites
         width = torch.tensor([site.n_neurons for site in sites])
-        first = width.cumsum(0) - width
-        partners = [prepared.pairing.partners + int(at) for prepared, at in zip(self._prepared, first, strict=True)]
+        pairs = zip(self._prepared, self._mixture.columns, strict=True)
+        partners = [prepared.pairing.partners + columns.start for prepared, columns in pairs]
         return Layer(
             unit=self._mixture.unit,
             moments=self._accumulator.moments(),
