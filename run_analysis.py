@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from analysis.directory import PROGRESS, check_writable
 from analysis.errors import UserError
-from hooks.builtin import BUILTINS, DEFAULT_MODEL
+from analysis.storage.directory import PROGRESS, check_writable
+from hooks.loading.builtin import BUILTINS, DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from analysis.causal import Causal
+    from analysis.causal.costs import Causal
     from analysis.run import Run
 
 MAX_LAYERS = 10_000
@@ -126,7 +126,7 @@ def analyze(
     directory = out or default_directory(model)
     check_writable(directory, force)
     wanted, scales = parse_layers(layers), parse_alphas(alphas)
-    from analysis.edits import parse_edits
+    from analysis.causal.edits import parse_edits
     from hooks.causal import MODES, measure_causal
     from hooks.collect import analyze as collect_run
     from hooks.corpus import check_windows
@@ -213,8 +213,8 @@ def compare(
     check_writable(out, force)
     from rich.console import Console
 
-    from reports.compare import compare as compared
-    from reports.compare_html import comparison_json, print_comparison, write_comparison
+    from reports.compare.page import comparison_json, print_comparison, write_comparison
+    from reports.compare.tables import compare as compared
 
     found = compared(runs)
     write_comparison(found, out, force)
@@ -257,7 +257,7 @@ def neuron(
     from hooks.corpus import check_windows
     from hooks.models import load_model
     from hooks.neuron import inspect_neuron, parse_neuron
-    from reports.neuron_page import NeuronPage, check_page
+    from reports.neuron.page import NeuronPage, check_page
 
     wanted, usual = parse_neuron(place), default_directory(model)
     page_file = out or usual.with_name(f"{usual.name}-{place.replace(':', '-')}.html")
@@ -285,9 +285,9 @@ def theory(
         check_writable(out, force)
     from rich.console import Console
 
-    from analysis.claims import UNITS
-    from analysis.units import unit_named
-    from reports.theory import print_theory, theory_of, write_theory
+    from analysis.theory.claims import UNITS
+    from analysis.units.registry import unit_named
+    from reports.theory.tables import print_theory, theory_of, write_theory
 
     units = UNITS if activation is None else {activation: unit_named(activation)}
     found = theory_of(units)
@@ -351,10 +351,10 @@ def _write(
 ) -> None:
     from rich.console import Console
 
-    from reports.causal_summary import print_costs
+    from reports.causal.summary import print_costs
     from reports.directory import write_directory
-    from reports.document import summary_json
-    from reports.summary import print_summary
+    from reports.run.document import summary_json
+    from reports.run.summary import print_summary
 
     tables = write_directory(run, directory, force, random, causal)
     shutil.rmtree(directory / PROGRESS, ignore_errors=True)

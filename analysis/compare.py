@@ -16,11 +16,17 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from analysis import measures
-from analysis.experts import same_experts
-from analysis.jackknife import bilinear_share_replicates, gate_positive_replicates, jackknife, pooled_replicates, t95
-from analysis.measures import LAYER_MEASURES
+from analysis.measures import asymmetry as measures
+from analysis.measures.asymmetry import LAYER_MEASURES
+from analysis.measures.jackknife import (
+    bilinear_share_replicates,
+    gate_positive_replicates,
+    jackknife,
+    pooled_replicates,
+    t95,
+)
 from analysis.run import Layer, Run
+from analysis.weights.experts import same_experts
 
 COMPARED = (*LAYER_MEASURES, "bilinear_share", "gate_positive")
 """The measures of a layer that have replicates."""

@@ -18,14 +18,14 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from analysis.experts import neuron_name
-from analysis.extremes import largest_first, reading_order
 from analysis.noise import mixed
-from analysis.readouts import Readout, Similar
 from analysis.run import Layer
-from analysis.sums import QUADRANTS
-from analysis.units import Unit
-from analysis.window import Window
+from analysis.sums.batch import Window
+from analysis.sums.extremes import largest_first, reading_order
+from analysis.sums.layout import QUADRANTS
+from analysis.units.registry import Unit
+from analysis.weights.experts import neuron_name
+from analysis.weights.readouts import Readout, Similar
 
 SAMPLED = 1000
 """Tokens in the sample: a picture of them is dense enough to see a shape and small enough to be sent."""

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from analysis.compare import difference, value_of
-from analysis.estimates import GAUSSIAN_NULLS
-from analysis.jackknife import group_pooled_replicates, jackknife, measure_replicates
-from analysis.measures import LAYER_MEASURES
+from analysis.measures.asymmetry import LAYER_MEASURES
+from analysis.measures.estimates import GAUSSIAN_NULLS
+from analysis.measures.jackknife import group_pooled_replicates, jackknife, measure_replicates
 from analysis.run import Layer
 
 

@@ -22,18 +22,18 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from analysis.directory import RUN_FILE, SCHEMA, staged
 from analysis.errors import UserError
-from analysis.estimates import Estimates
-from analysis.experts import Experts, expert_name, expert_slices, same_experts
-from analysis.geometry import Geometry
-from analysis.hashing import sha256_of
-from analysis.jackknife import filled_blocks
-from analysis.measures import tokens_seen
-from analysis.moments import Moments
-from analysis.pairing import FEWEST_DRAWS
-from analysis.sums import MAIN_SCALES, Layout
-from analysis.units import Unit, unit_named
+from analysis.measures.asymmetry import tokens_seen
+from analysis.measures.estimates import Estimates
+from analysis.measures.jackknife import filled_blocks
+from analysis.measures.permutation_null import FEWEST_DRAWS
+from analysis.storage.directory import RUN_FILE, SCHEMA, staged
+from analysis.storage.hashing import sha256_of
+from analysis.sums.layout import MAIN_SCALES, Layout
+from analysis.sums.moments import Moments
+from analysis.units.registry import Unit, unit_named
+from analysis.weights.experts import Experts, expert_name, expert_slices, same_experts
+from analysis.weights.geometry import Geometry
 
 MOMENTS_FILE = "moments.safetensors"
 MOST_LISTED = 8
@@ -57,7 +57,7 @@ class Layer:
         gain: in words, which norm's gain was folded into q and k.
         interaction_antisymmetry: share of the interaction tensor's energy that is antisymmetric in q ↔ k, gain folded.
         partners: for each random pairing, the neuron whose b met each neuron's a, of the same expert where there are some.
-        experts: the expert of each neuron in a mixture of experts, as in ``analysis.experts``; None in a dense layer.
+        experts: the expert of each neuron in a mixture of experts (``analysis.weights.experts``); None in a dense layer.
     """
 
     unit: Unit

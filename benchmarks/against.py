@@ -27,17 +27,17 @@ import torch
 import typer
 from torch import Tensor
 
-from analysis.geometry import Geometry, derangements
-from analysis.moments import Accumulator
-from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS, Layout
-from analysis.tile import TileReducer
-from analysis.window import Batch
+from analysis.sums.batch import Batch
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS, Layout
+from analysis.sums.moments import Accumulator
+from analysis.sums.tiled import TileReducer
+from analysis.weights.geometry import Geometry, derangements
 from benchmarks.common import long_corpus, peak_memory, report
-from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import Corpus
+from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.models import LoadedModel, load_model
-from hooks.reading import read_through
-from hooks.streams import stream_of
+from hooks.reading.accumulators import stream_of
+from hooks.reading.batches import read_through
 
 LIMITS = {"analysis": 1e-5, "nnsight": 1e-5, "cache": 1e-3}
 Sums = dict[int, np.ndarray]

@@ -18,13 +18,13 @@ from typing import Annotated
 import torch
 import typer
 
-from analysis.edits import Exchange, Zero
+from analysis.causal.edits import Exchange, Zero
 from benchmarks.common import report
-from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import Corpus
+from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.models import LoadedModel, load_model
-from hooks.suffix import full_pass
-from hooks.sweep import sweep
+from hooks.patching.partial_pass import full_pass
+from hooks.patching.sweep import sweep
 
 EDITS = {"exchange": Exchange(), "zero": Zero()}
 

@@ -20,14 +20,14 @@ import torch
 import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
-from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from benchmarks.common import long_corpus, report
 from benchmarks.overhead import timed
+from hooks.loading.network import base_of, run_whole
 from hooks.models import LoadedModel, load_model
-from hooks.network import base_of, run_whole
-from hooks.reading import read_through
-from hooks.streams import stream_of
-from tests.tiny import tiny_tokenizer
+from hooks.reading.accumulators import stream_of
+from hooks.reading.batches import read_through
+from tests.helpers.tiny import tiny_tokenizer
 
 WIDTH, NEURONS, LAYERS, EACH = 256, 512, 2, 2
 """d_model, neurons of an expert, layers, and experts a token."""

@@ -22,13 +22,13 @@ import torch
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from benchmarks.common import long_corpus, report
-from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import Corpus
+from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.models import LoadedModel, load_model
-from hooks.reading import read_through
-from hooks.streams import stream_of
+from hooks.reading.accumulators import stream_of
+from hooks.reading.batches import read_through
 
 
 def main(out: Annotated[Path | None, typer.Option(help="Also write the numbers as JSON.")] = None) -> None:

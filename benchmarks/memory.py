@@ -18,12 +18,12 @@ from typing import Annotated
 
 import typer
 
-from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from benchmarks.common import long_corpus, peak_memory, report
-from hooks.builtin import DEFAULT_MODEL
+from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.models import load_model
-from hooks.reading import read_through
-from hooks.streams import stream_of
+from hooks.reading.accumulators import stream_of
+from hooks.reading.batches import read_through
 
 
 def main(

@@ -30,13 +30,13 @@ import torch
 import typer
 
 from analysis.memory import freed_memory_kept
-from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from benchmarks.common import machine
-from hooks.builtin import DEFAULT_MODEL
+from hooks.loading.builtin import DEFAULT_MODEL
+from hooks.loading.sources import load_files, locate
 from hooks.models import load_model, resolve_device, resolve_dtype
-from hooks.reading import read_through
-from hooks.sources import load_files, locate
-from hooks.streams import stream_of
+from hooks.reading.accumulators import stream_of
+from hooks.reading.batches import read_through
 
 Ask = Callable[[str], float]
 """Seconds of one plain pass: 'plain' or 'no head'."""

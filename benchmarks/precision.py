@@ -15,8 +15,8 @@ import pandas as pd
 import typer
 
 from analysis.errors import UserError
-from hooks.builtin import DEFAULT_MODEL
 from hooks.collect import analyze
+from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.models import load_model
 from reports.tables import layers_table
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.roofline [--d-mlp 1536] [--tokens 2048]
 
-Operations are counted from the source of ``analysis.fused`` for SiLU and the default layout, per token and neuron: float32
-additions, multiplications, comparisons and conversions one each, a fused multiplication and addition two, a division apart.
-Bytes are those that must pass between a core and what lies behind its caches. The machine's rates are measured: a
-polynomial and divisions on one row in the first-level cache with the same compiler and settings, and copying 256 MB.
+Operations are counted from the source of ``analysis.sums.kernel`` for SiLU and the default layout, per token and neuron:
+float32 additions, multiplications, comparisons and conversions one each, a fused multiplication and addition two, a
+division apart. Bytes are those that must pass between a core and what lies behind its caches. The machine's rates are
+measured: a polynomial and divisions on one row in the first-level cache with the same compiler and settings, and copying
+256 MB.
 """
 
 import analysis  # noqa: F401  before torch, as in a run
@@ -23,12 +24,12 @@ import numpy as np
 import torch
 import typer
 
-from analysis.fused import TILE, FusedReducer, _fast
-from analysis.geometry import Geometry, derangements
-from analysis.sums import Layout
-from analysis.totals import Totals
-from analysis.units import unit_named
-from analysis.window import Batch, Window
+from analysis.sums.batch import Batch, Window
+from analysis.sums.kernel import TILE, FusedReducer, _fast
+from analysis.sums.layout import Layout
+from analysis.sums.reducer import Totals
+from analysis.units.registry import unit_named
+from analysis.weights.geometry import Geometry, derangements
 from benchmarks.common import report
 
 ACTIVATION, EULER, COMPARE, SCALED, REPAIRED, BALANCED, REST = 26, 32, 11, 18, 30, 9, 50

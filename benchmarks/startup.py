@@ -2,8 +2,8 @@
 
     python -m benchmarks.startup [MODEL] [--times 3]
 
-"first" clears what earlier runs left: the compiled loop of ``analysis.fused`` and, with --download, the model's files.
-"second" finds both.
+"first" clears what earlier runs left: the compiled loop of ``analysis.sums.kernel`` and, with --download, the model's
+files. "second" finds both.
 """
 
 import os
@@ -17,16 +17,16 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import report
-from hooks.builtin import DEFAULT_MODEL, builtin_directory, builtin_named
+from hooks.loading.builtin import DEFAULT_MODEL, builtin_directory, builtin_named
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import time
 t = [time.perf_counter()]
 from hooks.models import load_model
-from hooks.streams import stream_of
-from hooks.reading import read_through
-from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from hooks.reading.accumulators import stream_of
+from hooks.reading.batches import read_through
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
 t.append(time.perf_counter())
 model = load_model({name!r})
 t.append(time.perf_counter())

@@ -5,18 +5,18 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from analysis.causal import CAUSAL_SCHEMA, Causal, OneByOne, from_tensors, tensors_of
-from analysis.edits import DEFAULT_EDITS, Edit, existing_edits, make_edit
+from analysis.causal.costs import CAUSAL_SCHEMA, Causal, OneByOne, from_tensors, tensors_of
+from analysis.causal.edits import DEFAULT_EDITS, Edit, existing_edits, make_edit
 from analysis.errors import UserError
-from analysis.progress import Progress
 from analysis.run import Record, Run
-from hooks.attribution import attribute
+from analysis.storage.progress import Progress
 from hooks.corpus import Corpus, Window
-from hooks.fits import fit_layers
 from hooks.models import LoadedModel
-from hooks.one_by_one import edit_one_by_one
-from hooks.suffix import Scored
-from hooks.sweep import sweep
+from hooks.patching.attribution import attribute
+from hooks.patching.edit_fits import fit_layers
+from hooks.patching.partial_pass import Scored
+from hooks.patching.single_neurons import edit_one_by_one
+from hooks.patching.sweep import sweep
 
 MODES = ("none", "attribution", "exact", "both")
 ATTRIBUTION_TOKENS = 1024
@@ -48,7 +48,7 @@ def measure_causal(
         corpus: what the run was made from; some of its windows are taken, evenly spread.
         run: from ``hooks.collect.analyze``: its layers are edited, its moments fit c_j.
         mode: ``attribution`` (first order, every neuron), ``exact`` (every layer) or ``both``.
-        edits: names as ``analysis.edits`` spells them; None for the usual ones that exist for the model's units.
+        edits: names as ``analysis.causal.edits`` spells them; None for the usual ones that exist for the model's units.
         n_tokens: stop taking windows when they have this many tokens.
         seed: of placebos and of the random choice of neurons.
         folder: where an exact sweep keeps finished layers; None for nowhere.

@@ -14,16 +14,16 @@ import torch
 
 from analysis import __version__
 from analysis.errors import UserError
-from analysis.moments import N_BLOCKS, N_GROUPS
 from analysis.run import Layer, Run
-from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
-from hooks.acceptance import acceptance_of
-from hooks.controls import controls_of, proved_on_text
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from analysis.sums.moments import N_BLOCKS, N_GROUPS
 from hooks.corpus import Corpus
+from hooks.locating.sites import Mixture, Site
 from hooks.models import LoadedModel
-from hooks.reading import batch_size_for, read_through
-from hooks.sites import Mixture, Site
-from hooks.streams import stream_of
+from hooks.reading.acceptance import acceptance_of
+from hooks.reading.accumulators import stream_of
+from hooks.reading.batches import batch_size_for, read_through
+from hooks.reading.first_window import controls_of, proved_on_text
 
 SMALLEST_ALPHA, LARGEST_ALPHA = 1e-4, 1e4
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy", "numba")

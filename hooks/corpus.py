@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from analysis.errors import UserError
-from analysis.totals import N_BLOCKS
-from analysis.window import Window
+from analysis.sums.batch import Window
+from analysis.sums.reducer import N_BLOCKS
 
 SAMPLE = "sample"
 DEFAULT_CONTEXT = 256

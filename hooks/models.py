@@ -1,7 +1,7 @@
 """From a name on the command line to a model whose gated layers have proved themselves.
 
-Files are found and read in ``hooks.sources``. The model runs as its authors wrote it; TransformerLens gives a second view
-of the same weights where it knows the family. Every layer must prove that it is the gated MLP it is taken for.
+Files are found and read in ``hooks.loading.sources``. The model runs as its authors wrote it; TransformerLens gives a
+second view of the same weights where it knows the family. Every layer must prove that it is the gated MLP it is taken for.
 """
 
 import copy
@@ -26,16 +26,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from analysis.errors import UserError
 from analysis.run import Record, at_most
-from hooks.builtin import DEFAULT_MODEL
 from hooks.corpus import DEFAULT_CONTEXT, SAMPLE, Corpus, load_corpus
-from hooks.expected import configured_activations
-from hooks.network import blocks_of, outputs_of
-from hooks.precision import OUTPUT_SLACK, TOLERANCE, relative_error
-from hooks.proof import find_sites
-from hooks.sites import Found, Mixture, Site
-from hooks.sources import Source, first_line, load_files, locate
-from hooks.weights import SPREAD, in_precision, is_spread, place_of, weights_of
-from hooks.wrapped import named, wrap
+from hooks.loading.builtin import DEFAULT_MODEL
+from hooks.loading.devices import SPREAD, in_precision, is_spread, place_of, weights_of
+from hooks.loading.network import blocks_of, outputs_of
+from hooks.loading.sources import Source, first_line, load_files, locate
+from hooks.locating.bridge import named, wrap
+from hooks.locating.expected import configured_activations
+from hooks.locating.sites import Found, Mixture, Site
+from hooks.locating.verify import find_sites
+from hooks.tolerance import OUTPUT_SLACK, TOLERANCE, relative_error
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 PROBE_LENGTH = 16

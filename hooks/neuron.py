@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from analysis.errors import UserError
-from analysis.experts import SHARED, expert_name
 from analysis.neuron import NeuronRecord, Seen, by_quadrant
-from analysis.readouts import Readout, Similar, cosines, ends, excitation, nearest, pair_cosines, promoted
 from analysis.run import Layer, Run
-from analysis.sums import DEFAULT_ALPHAS, DEFAULT_DRAWS
-from analysis.window import Batch
+from analysis.sums.batch import Batch
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from analysis.weights.experts import SHARED, expert_name
+from analysis.weights.readouts import Readout, Similar, cosines, ends, excitation, nearest, pair_cosines, promoted
 from hooks.collect import machine_of, select_layers, settings_of
 from hooks.corpus import Corpus
+from hooks.loading.network import find_ends
+from hooks.locating.routing import Routing
+from hooks.locating.sites import Mixture, Site
 from hooks.models import LoadedModel
-from hooks.network import find_ends
-from hooks.reading import Stream, read_through
-from hooks.routing import Routing
-from hooks.sites import Mixture, Site
-from hooks.streams import geometry_of_layer, stream_of
+from hooks.reading.accumulators import geometry_of_layer, stream_of
+from hooks.reading.batches import Stream, read_through
 
 DEFAULT_TOP = 8
 """Contexts of each sign pair, tokens at each end of a read-out, like neurons of the same layer and of others."""

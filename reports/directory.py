@@ -4,15 +4,15 @@ from pathlib import Path
 
 import torch
 
-from analysis.causal import CAUSAL_FILE, Causal
-from analysis.directory import RUN_FILE, staged
+from analysis.causal.costs import CAUSAL_FILE, Causal
 from analysis.errors import UserError
 from analysis.run import Run
-from reports.causal import CausalTables
-from reports.causal_figures import draw_causal
-from reports.causal_summary import sentences
-from reports.figures import draw_all
-from reports.html import report_html
+from analysis.storage.directory import RUN_FILE, staged
+from reports.causal.figures import draw_causal
+from reports.causal.summary import sentences
+from reports.causal.tables import CausalTables
+from reports.run.figures import draw_all
+from reports.run.page import report_html
 from reports.tables import Tables, tables_of
 
 DPI = 200

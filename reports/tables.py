@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from analysis import measures
-from analysis.experts import index_within
+from analysis.measures import asymmetry as measures
 from analysis.random_init import layer_excess, neuron_excess
 from analysis.run import Run
+from analysis.weights.experts import index_within
 
 
 @dataclass(frozen=True)

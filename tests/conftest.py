@@ -9,18 +9,20 @@ from pathlib import Path
 
 from jaxtyping import install_import_hook
 
-HOT = {"unit", "unit_kinds", "activations", "tile", "tile_sums", "fused"}
+ROOT = Path(__file__).parent.parent
+HOT = {
+    *(f"analysis.units.{name}" for name in ("activations", "base", "variants")),
+    *(f"analysis.sums.{name}" for name in ("tiled", "eager", "kernel")),
+}
 """Called a hundred times for every 64 tokens: checking their shapes made tests of real models a quarter slower."""
-CHECKED = [
-    f"analysis.{file.stem}" for file in (Path(__file__).parent.parent / "analysis").glob("*.py") if file.stem not in HOT
-]
-install_import_hook([*CHECKED, "hooks", "reports"], "beartype.beartype")
+MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "analysis").rglob("[!_]*.py")}
+install_import_hook([*sorted(MODULES - HOT), "hooks", "reports"], "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from hooks.models import LoadedModel, load_model  # noqa: E402
-from tests.tiny import save_tiny  # noqa: E402
+from tests.helpers.tiny import save_tiny  # noqa: E402
 
 torch.manual_seed(0)
 

@@ -45,6 +45,8 @@ def test_a_wrong_import_would_be_seen() -> None:
 
 
 def test_a_saved_run_is_drawn_without_the_model_libraries() -> None:
-    code = "import reports.directory, reports.summary, sys; print({'transformers', 'transformer_lens'} & set(sys.modules))"
+    code = (
+        "import reports.directory, reports.run.summary, sys; print({'transformers', 'transformer_lens'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

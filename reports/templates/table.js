@@ -35,7 +35,7 @@ function sortRows(table, column, sign) {
   body.append(...keyed.map(([, row]) => row));
 }
 
-/** The columns of a packed table, by name: see reports/payload.py. */
+/** The columns of a packed table, by name: see reports/html/payload.py. */
 async function unpack(header, text) {
   const packed = atob(text.trim());
   const bytes = new Uint8Array(packed.length);

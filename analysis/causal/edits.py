@@ -1,0 +1,274 @@
+"""Edits: what a gated unit is replaced by, h′ = edit(a, b, g), so that the model itself says what a symmetry is worth.
+
+    exchange             g(b, a)
+    exchange-balanced    g(βb, a)/β: k first brought to the length and side of q, so the edit is the same in every gauge
+    scale:α              g(αa, b/α)
+    flip                 the scaling at α = −1
+    bilinear-limit       the scaling as α → 0+: ab/2 for SiLU and GELU
+    relu-limit           the scaling as α → ∞: relu(a)·b for SiLU and GELU
+    symmetric            (g(a, b) + g(b, a))/2
+    antisymmetric        (g(a, b) − g(b, a))/2
+    bilinear             c_j·ab, each neuron with its own best c_j
+    placement            c_j·g(ab, 1), the nonlinearity outside, each neuron with its own best c_j
+    mean, zero           E[h_j], 0: ablations, to see what the other costs compare with
+
+Plain exchange depends on the gauge k → βk, v → v/β that the model never sees (see ``measures.exchange_balanced``).
+
+A ``Change`` limits an edit to neurons and positions, or is its placebo: a random change of h with the same norm ‖h′ − h‖ on
+every token. What a placebo does not show: a change of the same size in the directions that the layer usually moves in.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int64
+from torch import Tensor
+
+from analysis.errors import UserError
+from analysis.units.registry import Unit
+
+Scalars = Float[Tensor, "*batch d_mlp"]
+PerNeuron = Float[Tensor, " d_mlp"]
+MAX_SCALE = 1e4
+"""Beyond it (αa, b/α) leaves float32; the limits are what such scales would show."""
+
+
+class Edit(ABC):
+    """h′ from a and b, elementwise over tokens; what it needs to know of its layer, it carries as one number a neuron."""
+
+    @abstractmethod
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        """h′, in the precision of a."""
+
+
+@dataclass(frozen=True)
+class Exchange(Edit):
+    """g(b, a)."""
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        return unit.exchanged(a, b)
+
+
+@dataclass(frozen=True)
+class BalancedExchange(Edit):
+    """g(βb, a)/β."""
+
+    balance: PerNeuron
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        beta = self.balance.to(a)
+        return unit.exchanged(a, beta * b) / beta
+
+
+@dataclass(frozen=True)
+class Scale(Edit):
+    """g(αa, b/α); α = 0 and ∞ are the limits, which UserError denies where they do not exist."""
+
+    alpha: float
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        return unit.scaled(a, b, self.alpha)
+
+
+@dataclass(frozen=True)
+class SymmetricPart(Edit):
+    """(g(a, b) + g(b, a))/2."""
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        return (unit(a, b) + unit.exchanged(a, b)) / 2
+
+
+@dataclass(frozen=True)
+class AntisymmetricPart(Edit):
+    """(g(a, b) − g(b, a))/2."""
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        return (unit(a, b) - unit.exchanged(a, b)) / 2
+
+
+@dataclass(frozen=True)
+class Bilinear(Edit):
+    """c_j·ab."""
+
+    coefficient: PerNeuron
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        return self.coefficient.to(a) * a * b
+
+
+@dataclass(frozen=True)
+class Placement(Edit):
+    """c_j·g(ab, 1), which is c_j·σ(ab) for g = σ(a)·b."""
+
+    coefficient: PerNeuron
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        return self.coefficient.to(a) * unit.placed_outside(a, b)
+
+
+@dataclass(frozen=True)
+class Mean(Edit):
+    """E[h_j] on every token."""
+
+    mean: PerNeuron
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        return self.mean.to(a).expand_as(a)
+
+
+@dataclass(frozen=True)
+class Zero(Edit):
+    """0."""
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        return torch.zeros_like(a)
+
+
+@dataclass(frozen=True)
+class Partial(Edit):
+    """h + ε(h′ − h): an edit carried out to the share ε."""
+
+    edit: Edit
+    epsilon: float
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        h = unit(a, b)
+        return h + self.epsilon * (self.edit(a, b, unit) - h)
+
+
+@dataclass(frozen=True)
+class Rescaled(Edit):
+    """g(a, βb)/β: no change at all for a unit that is linear in b; the control."""
+
+    beta: float
+
+    def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
+        return unit(a, self.beta * b) / self.beta
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What the fitted edits know of a layer, one number a neuron.
+
+    Attributes:
+        bilinear: c_j of c_j·ab nearest to h in the mean square.
+        placement: c_j of c_j·g(ab, 1) nearest to h in the mean square.
+        mean: E[h_j].
+        balance: β_j = ±‖q_j‖/‖k_j‖.
+    """
+
+    bilinear: Float64[Tensor, " d_mlp"]
+    placement: Float64[Tensor, " d_mlp"]
+    mean: Float64[Tensor, " d_mlp"]
+    balance: Float64[Tensor, " d_mlp"]
+
+
+LIMITS = {"bilinear-limit": 0.0, "relu-limit": math.inf}
+_SCALE = "scale:"
+_MAKERS: dict[str, Callable[[Fit], Edit]] = {
+    "exchange": lambda _: Exchange(),
+    "exchange-balanced": lambda fit: BalancedExchange(fit.balance),
+    "flip": lambda _: Scale(-1.0),
+    "bilinear": lambda fit: Bilinear(fit.bilinear),
+    "bilinear-limit": lambda _: Scale(0.0),
+    "relu-limit": lambda _: Scale(math.inf),
+    "symmetric": lambda _: SymmetricPart(),
+    "antisymmetric": lambda _: AntisymmetricPart(),
+    "placement": lambda fit: Placement(fit.placement),
+    "mean": lambda fit: Mean(fit.mean),
+    "zero": lambda _: Zero(),
+}
+ABLATIONS = ("mean", "zero")
+"""Always measured beside the others: exchanging a layer's gate and up may cost more than removing the layer."""
+DEFAULT_EDITS = (
+    *("exchange", "exchange-balanced", "flip", "scale:0.5", "scale:2", "bilinear", "bilinear-limit", "relu-limit"),
+    *ABLATIONS,
+)
+
+
+def make_edit(name: str, fit: Fit) -> Edit:
+    """The edit of that name for the layer that the fit is of."""
+    return Scale(float(name.removeprefix(_SCALE))) if name.startswith(_SCALE) else _MAKERS[name](fit)
+
+
+def scale_of(name: str) -> float | None:
+    """The α of an edit that is a scaling, limits included; None for any other edit."""
+    if name.startswith(_SCALE):
+        return float(name.removeprefix(_SCALE))
+    return {"flip": -1.0, **LIMITS}.get(name)
+
+
+def parse_edits(text: str) -> tuple[str, ...]:
+    """'exchange,scale:2' as names, each once, in order, the ablations added; UserError for a name that is none."""
+    return tuple(dict.fromkeys([*(_canonical(part.strip()) for part in text.split(",")), *ABLATIONS]))
+
+
+def existing_edits(names: tuple[str, ...], units: list[Unit]) -> tuple[str, ...]:
+    """Those of the names that exist for every one of the units: not all have a limit at 0 or ∞.
+
+    Where up is bounded the limits are no bilinear or relufied unit, but vanish or do without b: they are no edits.
+    """
+    linear = [unit.limits if unit.up_is_linear else () for unit in units]
+    return tuple(name for name in names if all(name not in LIMITS or LIMITS[name] in limits for limits in linear))
+
+
+def _canonical(name: str) -> str:
+    if name in _MAKERS:
+        return name
+    if not name.startswith(_SCALE):
+        raise UserError(f"unknown edit {name!r}: choose among {', '.join(_MAKERS)}, scale:α (like scale:2)")
+    try:
+        alpha = float(name.removeprefix(_SCALE))
+    except ValueError as error:
+        raise UserError(f"{name!r} is no scaling: write it like scale:0.5") from error
+    if not 1 / MAX_SCALE <= abs(alpha) <= MAX_SCALE:
+        raise UserError(f"{name!r} must lie between 1e-4 and 1e4: the limits are called {' and '.join(LIMITS)}")
+    if alpha == 1:
+        raise UserError(f"{name!r} changes nothing: leave it out")
+    return "flip" if alpha == -1 else f"{_SCALE}{alpha:g}"
+
+
+@dataclass(frozen=True)
+class Change:
+    """An edit on some neurons and positions of a layer, or its placebo there; everything else stays bit for bit.
+
+    So does a neuron at a token that does not reach it, where a and b are both 0.
+
+    Attributes:
+        edit: what h becomes.
+        unit: g of the layer.
+        neurons: indices of the neurons to edit; None for all.
+        positions: which positions to edit; None for all.
+        noise: where given, h is moved along these directions instead, on every token as far as the edit would move it.
+    """
+
+    edit: Edit
+    unit: Unit
+    neurons: Int64[Tensor, " chosen"] | None = None
+    positions: Bool[Tensor, "*batch pos"] | None = None
+    noise: Float[Tensor, "*batch pos d_mlp"] | None = None
+
+    def __call__(
+        self,
+        a: Float[Tensor, "*batch pos d_mlp"],
+        b: Float[Tensor, "*batch pos d_mlp"],
+        h: Float[Tensor, "*batch pos d_mlp"],
+    ) -> Float[Tensor, "*batch pos d_mlp"]:
+        """h after the change."""
+        chosen = (a != 0) | (b != 0)
+        if self.neurons is not None:
+            chosen = chosen & torch.zeros_like(chosen).index_fill(-1, self.neurons.to(h.device), True)
+        if self.positions is not None:
+            chosen = chosen & self.positions[..., None].to(h.device)
+        changed = torch.where(chosen, self.edit(a, b, self.unit).to(h.dtype), h)
+        return changed if self.noise is None else _moved_as_far(h, changed, torch.where(chosen, self.noise.to(h), 0))
+
+
+def _moved_as_far(h: Scalars, changed: Scalars, direction: Scalars) -> Scalars:
+    """h moved along a direction on every token by as much as it was changed; where there is no direction it stays."""
+    distance = torch.linalg.vector_norm(changed - h, dim=-1, keepdim=True)
+    length = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
+    return torch.where(length > 0, h + direction * (distance / length), h)

@@ -1,0 +1,337 @@
+"""Moments: the sums over counted tokens from which every measure of a layer is computed.
+
+One forward pass streams (a, b) of shape [token, d_mlp] through an ``Accumulator``; what remains is one float64 table of
+sums per neuron (rows in ``analysis.sums.layout``), the same table pooled over neurons, one column per jackknife block,
+histograms over tokens, and the places of the largest values. Moments of disjoint sets of tokens add, so batches, shards and
+machines combine by ``+``, in any order, and a new measure costs no forward pass.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Float32, Float64, Int64
+from torch import Tensor
+
+from analysis.sums.batch import Batch, Window
+from analysis.sums.extremes import Heaviest, Peaks, TopTokens
+from analysis.sums.layout import Layout, Sums
+from analysis.sums.reducer import N_BLOCKS, N_GROUPS, Reducer, TokenSums, Totals
+
+RATIO_BINS = 4096
+"""Bins that hold the asymmetries r of single tokens, of equal width in √r: a median m is off by at most about √m/2048."""
+BLOCK_RATIO_BINS = 512
+"""The same by jackknife block, from which only the error of a median is taken."""
+_BINS_PER_OCTAVE = 8
+_LOWEST_OCTAVE = -64
+ENERGY_BINS = 128 * _BINS_PER_OCTAVE
+"""Bins that hold tokens of like energy, 8 an octave from 2^-64 to 2^64."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What was seen of one layer: immutable, and a monoid under ``+`` with ``empty`` as its zero.
+
+    Attributes:
+        neuron: the sums of each neuron, [moment, d_mlp].
+        pooled: the same sums pooled with the value weights w_j, by jackknife block, [moment, block].
+        neuron_groups: the sums of ``layout.by_neuron_and_group`` by group of blocks, for the errors of single neurons.
+        signs: tokens × neurons in each quadrant of (a, b), by jackknife block.
+        blocks: tokens counted, by jackknife block.
+        token_ratios: for each of ``layout.token_measures``, the histogram over tokens of that token's own asymmetry,
+            pooled over neurons, [measure, RATIO_BINS].
+        token_ratio_blocks: the same by jackknife block in coarser bins.
+        by_energy: sums over the tokens of like energy Σ_j w_j h_j²: their number, their energy, and for each of
+            ``layout.token_measures`` the two sums whose ratio it is, [2 + 2·measure, ENERGY_BINS].
+        peaks: each neuron's largest |h|, and where.
+        top_tokens: the tokens of largest energy, and where.
+        n_tokens: tokens counted.
+        n_sequences: sequences that gave at least one counted token.
+    """
+
+    neuron: Sums
+    pooled: Sums
+    neuron_groups: Float32[Tensor, "group kept d_mlp"]
+    signs: Float64[Tensor, "4 block"]
+    blocks: Int64[Tensor, " block"]
+    token_ratios: Int64[Tensor, "measure bin"]
+    token_ratio_blocks: Int64[Tensor, "measure block coarse_bin"]
+    by_energy: Float64[Tensor, "part energy_bin"]
+    peaks: Peaks
+    top_tokens: TopTokens
+    n_tokens: int
+    n_sequences: int
+
+    @classmethod
+    def empty(cls, d_mlp: int, layout: Layout) -> "Moments":
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        n_measures = len(layout.token_measures)
+        return cls(
+            Sums(layout, zeros(layout.size, d_mlp)),
+            Sums(layout, zeros(layout.size, N_BLOCKS)),
+            zeros(N_GROUPS, layout.by_neuron_and_group.size, d_mlp, dtype=torch.float32),
+            zeros(4, N_BLOCKS),
+            zeros(N_BLOCKS, dtype=torch.int64),
+            zeros(n_measures, RATIO_BINS, dtype=torch.int64),
+            zeros(n_measures, N_BLOCKS, BLOCK_RATIO_BINS, dtype=torch.int64),
+            zeros(2 + 2 * n_measures, ENERGY_BINS),
+            Peaks.empty(d_mlp),
+            TopTokens.empty(),
+            0,
+            0,
+        )
+
+    @classmethod
+    def of(
+        cls,
+        a: Float[Tensor, "pos d_mlp"],
+        b: Float[Tensor, "pos d_mlp"],
+        reduce: Reducer,
+        window: Window,
+        block: int,
+    ) -> "Moments":
+        """The moments of one sequence: see ``Accumulator.add``."""
+        accumulator = Accumulator(a.shape[-1], reduce)
+        accumulator.add(a[None], b[None], Batch.of([window], [block], a.device))
+        return accumulator.moments()
+
+    def __add__(self, other: "Moments") -> "Moments":
+        if self.neuron.layout != other.neuron.layout or self.neuron.values.shape != other.neuron.values.shape:
+            raise ValueError(
+                f"moments of different layouts or widths do not add: {self.neuron.layout}, {other.neuron.layout}"
+            )
+        return Moments(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything in it by name, for writing."""
+        named: dict[str, Tensor] = {"counts": torch.tensor([self.n_tokens, self.n_sequences])}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                named[field.name] = value
+            elif isinstance(value, Sums):
+                named[field.name] = value.values
+            elif not isinstance(value, int):
+                named |= {f"{field.name}.{part}": tensor for part, tensor in vars(value).items()}
+        return named
+
+    @classmethod
+    def from_tensors(cls, layout: Layout, named: dict[str, Tensor]) -> "Moments":
+        """What ``tensors`` gave; KeyError or ValueError if they are not of this layout."""
+        neuron = named["neuron"]
+        expected = cls.empty(neuron.shape[-1], layout)
+        for name, tensor in expected.tensors().items():
+            grows = name.startswith("top_tokens")
+            if tensor.dtype != named[name].dtype or (tensor.shape != named[name].shape and not grows):
+                raise ValueError(f"{name} is {tuple(named[name].shape)}, expected {tuple(tensor.shape)}")
+        n_tokens, n_sequences = named["counts"].tolist()
+        return replace(
+            expected,
+            neuron=Sums(layout, neuron),
+            pooled=Sums(layout, named["pooled"]),
+            peaks=Peaks(named["peaks.values"], named["peaks.places"]),
+            top_tokens=TopTokens(*(named[f"top_tokens.{part}"] for part in ("energy", "places", "neuron_share"))),
+            n_tokens=n_tokens,
+            n_sequences=n_sequences,
+            **{field.name: named[field.name] for field in fields(cls) if isinstance(getattr(expected, field.name), Tensor)},
+        )
+
+    def to(self, device: torch.device | str, copy: bool = False) -> "Moments":
+        """The same with its sums on a device."""
+
+        def moved(values: Any) -> Any:
+            if isinstance(values, Sums):
+                return Sums(values.layout, values.values.to(device, copy=copy))
+            return values.to(device, copy=copy) if isinstance(values, Tensor) else values
+
+        return Moments(*(moved(getattr(self, field.name)) for field in fields(self)))
+
+    @property
+    def layout(self) -> Layout:
+        return self.neuron.layout
+
+    @property
+    def d_mlp(self) -> int:
+        return self.neuron.values.shape[1]
+
+    @property
+    def top_energy(self) -> float:
+        """The largest energy of a single token; 0 where there is none."""
+        return float(self.top_tokens.energy[0]) if len(self.top_tokens.energy) else 0.0
+
+    def token_quantile(self, measure: str, q: float) -> float:
+        """A quantile over tokens of one of ``layout.token_measures``; NaN where no token had energy."""
+        return histogram_quantile(self.token_ratios[self.layout.token_measures.index(measure)], q)
+
+    def without_top_tokens(self, measure: str, share: float) -> float:
+        """A token measure, pooled as one ratio, without the given share of tokens, those of largest energy.
+
+        The number of tokens left out is rounded up. Tokens are binned by energy, 8 bins an octave; a bin that is left out
+        in part loses that part of all its sums.
+        """
+        row = 2 + 2 * self.layout.token_measures.index(measure)
+        gap, scale = self.by_energy[row : row + 2] @ self._kept(share)
+        return float(gap / scale)
+
+    def top_share(self, share: float) -> float:
+        """The share of the layer's energy held by the given share of its tokens, those of largest energy."""
+        energy = self.by_energy[1]
+        return float(1 - energy @ self._kept(share) / energy.sum())
+
+    @property
+    def effective_tokens(self) -> float:
+        """(Σ e)² / Σ e² over the energies e of the tokens: how many tokens carry the energy, effectively.
+
+        Within an energy bin tokens count as equal.
+        """
+        count, energy = self.by_energy[:2]
+        return float(energy.sum() ** 2 / (energy.square() / count.clamp(min=1)).sum())
+
+    def _kept(self, share: float) -> Float64[Tensor, " energy_bin"]:
+        """What part of every energy bin stays when the share of tokens with the largest energy goes."""
+        counts = self.by_energy[0].flip(0)
+        before = counts.cumsum(0) - counts
+        left_out = (math.ceil(share * self.n_tokens) - before).clamp(min=0).minimum(counts)
+        return (1 - left_out / counts.clamp(min=1)).flip(0)
+
+
+Part = tuple[int, Tensor, Tensor, Tensor, Tensor]
+"""What one expert sees of a batch: its number among the reducers, a and b [routed, d_expert], the places of its tokens and
+their routing weights [routed]. Checking shapes here would take all experts to see equally many tokens."""
+
+
+class Accumulator:
+    """The moments of one layer as they grow, on the device of the activations; nothing waits for that device."""
+
+    def __init__(self, d_mlp: int, reduce: Reducer | Sequence[Reducer]) -> None:
+        """
+        Args:
+            d_mlp: neurons of the layer.
+            reduce: what reduces them; in a mixture of experts one reducer each, in the order of their neurons.
+        """
+        self._reducers = (reduce,) if isinstance(reduce, Reducer) else tuple(reduce)
+        edges = [0, *accumulate(len(reducer.value_weight) for reducer in self._reducers)]
+        if edges[-1] != d_mlp:
+            raise ValueError(f"the reducers take {edges[-1]} neurons, the layer has {d_mlp}")
+        self._neurons = [slice(*ends) for ends in pairwise(edges)]
+        layout, device = self._reducers[0].layout, self._reducers[0].value_weight.device
+        self._totals = Totals.empty(d_mlp, layout, device)
+        self._by_token = Moments.empty(1, layout).to(device)
+        self._top_tokens = TopTokens.empty(device)
+        self._n_tokens, self._n_sequences = 0, 0
+
+    def add(self, a: Float[Tensor, "row pos d_mlp"], b: Float[Tensor, "row pos d_mlp"], batch: Batch) -> None:
+        """Take in a batch of a dense layer.
+
+        Args:
+            a: gate pre-activations at all its positions, padding included.
+            b: up pre-activations.
+            batch: its windows.
+        """
+        (reduce,) = self._reducers
+        a, b = a.flatten(0, 1), b.flatten(0, 1)
+        tokens = reduce.add(a, b, batch, self._totals)
+        self._take(tokens, TopTokens.of(tokens.energy, a, b, reduce.unit, reduce.value_weight, batch), batch)
+
+    def add_experts(self, parts: Iterable[Part], batch: Batch) -> None:
+        """Take in a batch of a mixture of experts; an expert that took no token of it may be left out.
+
+        Args:
+            parts: what the experts see, one after the other: only one expert's activations are held at a time. Row i of a
+                and b is ``places[i]`` of the batch, and places are those that ``Batch.routed`` takes.
+            batch: its windows.
+        """
+        layout, device = self._by_token.layout, self._totals.table.device
+        tokens = TokenSums.empty(len(layout.token_measures), len(batch.counted), device)
+        heaviest = Heaviest.empty(len(batch.counted), device)
+        for expert, a, b, places, weight in parts:
+            reduce, neurons, routed = self._reducers[expert], self._neurons[expert], batch.routed(places, weight)
+            assert routed.ranks is not None
+            assert routed.root_weight is not None
+            tokens.add_at(routed.ranks, reduce.add(a, b, routed, self._totals.of(neurons)))
+            a, b, weight = (x[routed.counted].to(reduce.dtype) for x in (a, b, routed.root_weight))
+            heaviest.see(reduce.unit(a, b) * weight[:, None], reduce.value_weight, routed.ranks, neurons.start)
+        self._take(tokens, TopTokens.among(tokens.energy, heaviest, batch), batch)
+
+    def _take(self, tokens: TokenSums, top_tokens: TopTokens, batch: Batch) -> None:
+        """Take in what the tokens of a batch give."""
+        total = self._by_token
+        self._top_tokens += top_tokens
+        root = (tokens.gap / tokens.scale).sqrt()
+        _count(total.token_ratios, root)
+        _count(total.token_ratio_blocks, root, batch.blocks)
+        parts = torch.stack([tokens.gap, tokens.scale], dim=1).flatten(0, 1)
+        parts = torch.cat([torch.ones_like(tokens.energy)[None], tokens.energy[None], parts])
+        total.by_energy.index_add_(1, _energy_bin(tokens.energy), parts)
+        total.blocks.index_add_(0, batch.blocks, torch.ones_like(batch.blocks))
+        self._n_tokens += len(batch.counted)
+        self._n_sequences += len(batch.windows)
+
+    @property
+    def kind(self) -> str:
+        """How the sums are computed: see ``Reducer``."""
+        return ", ".join(sorted({reduce.kind for reduce in self._reducers}))
+
+    @property
+    def is_finite(self) -> Bool[Tensor, ""]:
+        """Whether everything taken in so far was finite; on the device, where asking does not wait."""
+        return self._totals.pooled.sum().isfinite()
+
+    def moments(self) -> Moments:
+        """What was seen until now."""
+        totals, layout = self._totals, self._by_token.layout
+        return replace(
+            self._by_token.to("cpu", copy=True),
+            neuron=Sums(layout, totals.table.T.contiguous().cpu()),
+            pooled=Sums(layout, totals.pooled.T.contiguous().cpu()),
+            neuron_groups=totals.groups.permute(1, 2, 0).contiguous().cpu(),
+            signs=totals.signs.T.contiguous().cpu(),
+            peaks=Peaks(totals.peaks.values.to("cpu", copy=True), totals.peaks.places.to("cpu", copy=True)),
+            top_tokens=self._top_tokens.to("cpu"),
+            n_tokens=self._n_tokens,
+            n_sequences=self._n_sequences,
+        )
+
+
+def _count(
+    histogram: Int64[Tensor, "measure *block bin"],
+    root: Float64[Tensor, "measure token"],
+    block: Int64[Tensor, " token"] | None = None,
+) -> None:
+    """Add every token's bin of √r; a token without any energy has no ratio and is left out."""
+    n_measures, n_bins = histogram.shape[0], histogram.shape[-1]
+    bins = (root * n_bins).nan_to_num(nan=0.0).long().clamp(max=n_bins - 1)
+    if block is not None:
+        bins = bins + n_bins * block
+    bins = bins + torch.arange(n_measures, device=bins.device)[:, None] * (histogram.numel() // n_measures)
+    histogram.view(-1).index_add_(0, bins.flatten(), (~root.isnan()).long().flatten())
+
+
+def _energy_bin(energy: Float64[Tensor, " token"]) -> Int64[Tensor, " token"]:
+    octave = energy.log2().clamp(min=_LOWEST_OCTAVE)  # a token without energy stands in the lowest bin
+    return ((octave - _LOWEST_OCTAVE) * _BINS_PER_OCTAVE).nan_to_num(nan=0.0).clamp(0, ENERGY_BINS - 1).long()
+
+
+def histogram_quantile(counts: Int64[Tensor, " bin"], q: float) -> float:
+    """A quantile of the values whose square roots were histogrammed, evenly within bins; NaN when nothing was counted.
+
+    Between two values it is interpolated linearly, as numpy does.
+    """
+    total = int(counts.sum())
+    if total == 0:
+        return math.nan
+    cumulative = counts.cumsum(0)
+
+    def value_of_rank(rank: int) -> float:
+        index = int(torch.searchsorted(cumulative, rank + 1))
+        before, inside = int(cumulative[index] - counts[index]), int(counts[index])
+        return ((index + (rank - before + 0.5) / inside) / len(counts)) ** 2
+
+    below, part = divmod(q * (total - 1), 1)
+    lower, upper = value_of_rank(int(below)), value_of_rank(min(int(below) + 1, total - 1))
+    return lower + part * (upper - lower)

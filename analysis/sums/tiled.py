@@ -1,0 +1,141 @@
+"""Reduces activations tile by tile with torch alone: any unit, any device, any precision.
+
+``analysis.sums.eager`` is eight hundred small operations. On a CPU a tile is 64 tokens, which stay in a core's cache. A GPU
+would spend its time on starting so many: there a tile has thousands of tokens, and they are compiled into a few. Whether
+those are right is proved on the first tile of every layer; where they are not, or do not compile, the eager ones are taken,
+and ``TileReducer.kind`` says so.
+"""
+
+from itertools import groupby
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from analysis.sums.batch import Batch
+from analysis.sums.compiled import NotCompiledError, agree, compiled_sums
+from analysis.sums.eager import Plan, TileSums, Weights, tile_sums
+from analysis.sums.extremes import Peaks
+from analysis.sums.layout import QUADRANTS, Layout
+from analysis.sums.reducer import N_BLOCKS, N_GROUPS, Reducer, TokenSums, Totals
+from analysis.units.registry import Unit
+from analysis.weights.geometry import Geometry, Pairing
+
+TILE = 64
+"""Tokens that are summed in the precision of the products; on a CPU a tile has no more."""
+ELEMENTS_ON_A_GPU = 2**24
+"""Tokens × neurons in a tile on a GPU: enough to fill one."""
+TEMPORARIES = 30
+"""So many numbers are held at once for each of them, when the sums are taken eagerly."""
+MEMORY_SHARE = 0.25
+"""The share of a GPU's free memory that these may take, beside the activations of the batch."""
+
+
+class TileReducer(Reducer):
+    """Reduces (a, b) of one layer."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        layout: Layout,
+        geometry: Geometry,
+        pairing: Pairing,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        *,
+        tile: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        """
+        Args:
+            unit: g.
+            layout: which scales and how many re-pairings to follow.
+            geometry: the neurons' norms and balance β_j.
+            pairing: the re-pairings, as many as ``layout.draws``.
+            device: where the activations are.
+            dtype: precision of the products; of the activations, and at least float32.
+            tile: tokens in a tile, a multiple of ``TILE``; None takes what suits the device.
+            compiled: whether to compile, where the unit can be.
+        """
+        self.unit, self.layout = unit, layout
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.tile = tile_on(device, len(geometry.norm_k), self.dtype) if tile is None else tile
+        if self.tile % TILE:
+            raise ValueError(f"a tile of {self.tile} tokens is no multiple of {TILE}")
+        self.value_weight = geometry.value_weight.to(device)
+        length = geometry.norm_k if unit.up_is_linear else torch.ones_like(geometry.norm_k)
+        length = length.to(device, self.dtype)
+        self._weights = Weights(
+            geometry.value_weight.to(device, self.dtype),
+            geometry.balance.to(device, self.dtype),
+            pairing.partners.to(device),
+            pairing.balance.to(device, self.dtype),
+            length,
+            torch.where(length > 0, 1 / length, 0.0),
+        )
+        self._plan, self._kept = Plan.of(layout), layout.kept_rows(device)
+        self._counts = [layout.rows[f"count_{quadrant}"] for quadrant in QUADRANTS]
+        self._compiled, self._proved = compiled and unit.can_be_compiled, False
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """As in ``Reducer``."""
+        return "compiled" if self._compiled else "eager"
+
+    def add(
+        self, a: Float[Tensor, "place d_mlp"], b: Float[Tensor, "place d_mlp"], batch: Batch, totals: Totals
+    ) -> TokenSums:
+        """As ``Reducer.add``."""
+        fed, root = batch.fed, batch.root_weight
+        if len(fed):
+            seen, weight = (a[fed].to(self.dtype), b[fed].to(self.dtype)), None if root is None else root[fed]
+            totals.raise_peaks(Peaks.of(*seen, self.unit, batch.places[:, fed], weight))
+        tokens = []
+        for block, tiles in groupby(batch.tiles(self.tile, TILE, padded=self._compiled), lambda tile: tile.block):
+            run = []
+            for tile in tiles:
+                sums = self._sums(a[tile.places], b[tile.places], tile.live, tile.root_weight)
+                run.append(sums.neuron)
+                tokens.append([part[..., : tile.n_tokens].double() for part in sums[1:]])
+            neuron = torch.stack(run).sum(dim=0)
+            totals.table += neuron.T
+            totals.pooled[block] += neuron @ self.value_weight
+            totals.groups[:, block * N_GROUPS // N_BLOCKS] += self.layout.narrow(neuron, self._kept).T.float()
+            totals.signs[block] += torch.stack([neuron[count].sum() for count in self._counts])
+        if not tokens:
+            return TokenSums.empty(len(self.layout.token_measures), 0, a.device)
+        return TokenSums(*(torch.cat(parts, dim=-1) for parts in zip(*tokens, strict=True)))
+
+    def _sums(
+        self,
+        a: Float[Tensor, "chunk token d_mlp"],
+        b: Float[Tensor, "chunk token d_mlp"],
+        live: Bool[Tensor, "chunk token"] | None,
+        root_weight: Float[Tensor, "chunk token"] | None,
+    ) -> TileSums:
+        """Compiled sums where they compile and the first were right; the one wait of a layer is for that proof."""
+        layer = self.unit, self._plan, self._weights
+        if not self._compiled or live is None:
+            return tile_sums(*layer, a, b, live, root_weight)
+        try:
+            # Always with weights, so that one compilation serves dense layers and experts.
+            one = live.to(self.dtype) if root_weight is None else root_weight.to(self.dtype)
+            sums = compiled_sums(*layer, a, b, live, one)
+        except NotCompiledError:
+            self._compiled = False
+            return tile_sums(*layer, a, b, live, root_weight)
+        if not self._proved:
+            eager = tile_sums(*layer, a, b, live, root_weight)
+            if not bool(agree(sums, eager, self.layout, live.flatten())):
+                self._compiled, sums = False, eager
+            self._proved = True
+        return sums
+
+
+def tile_on(device: torch.device | str, d_mlp: int, dtype: torch.dtype = torch.float32) -> int:
+    """Tokens in a tile, where products are of this dtype."""
+    if torch.device(device).type != "cuda":
+        return TILE
+    free, _ = torch.cuda.mem_get_info(device)
+    elements = min(ELEMENTS_ON_A_GPU, int(MEMORY_SHARE * free) // (TEMPORARIES * dtype.itemsize))
+    return TILE * max(2, elements // (TILE * d_mlp))

@@ -1,0 +1,102 @@
+"""Costs of many versions of one window: each row of a batch is given its own input and its own changes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from analysis.causal.divergence import costs, log_probabilities
+from analysis.causal.edits import Change
+from hooks.corpus import Window
+from hooks.models import LoadedModel
+from hooks.patching.partial_pass import Scored, suffix_pass
+
+MAX_LOGITS = 1 << 27
+"""Logits of one batch: half a gigabyte in float32. Large vocabularies get few versions a batch."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of a window: what the first block that runs is given, and what is changed in which layer."""
+
+    hidden: Float[Tensor, "pos d_model"]
+    changes: Mapping[int, Change]
+
+
+@dataclass
+class Effort:
+    """Blocks and unembeddings run so far, one for each row of a batch."""
+
+    blocks: int = 0
+    unembeddings: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A window, entered at one layer: measures versions of it against the model's own prediction.
+
+    Attributes:
+        model: the model.
+        layer: the first block that runs.
+        window: the tokens.
+        scored: the positions on which costs are taken.
+        base: the model's log-probabilities there.
+        effort: what has been run.
+    """
+
+    model: LoadedModel
+    layer: int
+    window: Window
+    scored: Scored
+    base: Float[Tensor, "token vocab"]
+    effort: Effort = field(default_factory=Effort)
+
+    @classmethod
+    def of(cls, model: LoadedModel, layer: int, window: Window, hidden: Float[Tensor, "pos d_model"]) -> "Entry":
+        """From the clean input of the layer, which gives the base too."""
+        scored = Scored.of(window)
+        logits, _ = suffix_pass(model, layer, hidden[None], window, {})
+        entry = cls(model, layer, window, scored, log_probabilities(scored.of_logits(logits[0])))
+        entry._count(1)
+        return entry
+
+    def costs(
+        self, versions: Sequence[Version], keep: int | None = None
+    ) -> tuple[Float64[Tensor, "quantity row"], list[Float[Tensor, "pos d_model"]]]:
+        """Σ over scored tokens of KL and ΔCE of each version, and what block ``keep`` was given in each."""
+        found, kept = [], []
+        targets = self.scored.targets.to(self.base.device)
+        for batch in self._batches(versions):
+            hidden = torch.stack([version.hidden for version in batch])
+            layers = {layer for version in batch for layer in version.changes}
+            rewrites = {
+                layer: partial(_rewritten, [version.changes.get(layer) for version in batch]) for layer in sorted(layers)
+            }
+            logits, inputs = suffix_pass(self.model, self.layer, hidden, self.window, rewrites, keep)
+            found.append(costs(self.base, self.scored.of_logits(logits), targets))
+            kept += [] if inputs is None else list(inputs)
+            self._count(len(batch))
+        return torch.cat(found, dim=1), kept
+
+    def _batches(self, versions: Sequence[Version]) -> Iterator[Sequence[Version]]:
+        size = max(1, MAX_LOGITS // (len(self.window.tokens) * self.base.shape[-1]))
+        for start in range(0, len(versions), size):
+            yield versions[start : start + size]
+
+    def _count(self, rows: int) -> None:
+        self.effort.blocks += rows * (self.model.description["n_layers"] - self.layer)
+        self.effort.unembeddings += rows
+
+
+def _rewritten(
+    changes: Sequence[Change | None],
+    a: Float[Tensor, "row pos d_mlp"],
+    b: Float[Tensor, "row pos d_mlp"],
+    h: Float[Tensor, "row pos d_mlp"],
+) -> Float[Tensor, "row pos d_mlp"]:
+    """h with every row changed in its own way."""
+    rows = zip(changes, a, b, h, strict=True)
+    return torch.stack([now if change is None else change(gate, up, now) for change, gate, up, now in rows])

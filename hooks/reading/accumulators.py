@@ -1,0 +1,168 @@
+"""A layer as the corpus is read: what is heard of its units becomes sums at once, and is let go.
+
+In a mixture of experts nothing that is heard is a or b: they are computed from an expert's own tokens, one expert after the
+other, so that memory and time are those of the tokens that were sent to it.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from torch.nn.functional import linear
+
+from analysis.run import Layer
+from analysis.sums.batch import Batch
+from analysis.sums.kernel import reducer_of
+from analysis.sums.layout import Layout
+from analysis.sums.moments import Accumulator, Part
+from analysis.sums.reducer import Reducer
+from analysis.weights.geometry import Geometry, Pairing, derangements
+from analysis.weights.interactions import antisymmetric_share, pooled_antisymmetric_share
+from hooks.locating.norm_gains import NOTHING_AFTER
+from hooks.locating.routing import Routing
+from hooks.locating.sites import Mixture, Site
+from hooks.reading.batches import Stream
+
+
+def stream_of(layer: Site | Mixture, alphas: Sequence[float], draws: int, seed: int) -> "LayerStream":
+    """An empty stream, with re-pairings drawn by the seed."""
+    if isinstance(layer, Site):
+        return SiteStream(layer, alphas, draws, seed)
+    return MixtureStream(layer, alphas, draws, seed)
+
+
+class LayerStream(Stream):
+    """The moments of a layer as they grow."""
+
+    _accumulator: Accumulator
+
+    @property
+    def kind(self) -> str:
+        """How its sums are computed."""
+        return self._accumulator.kind
+
+    @property
+    def is_finite(self) -> Bool[Tensor, ""]:
+        return self._accumulator.is_finite
+
+    @abstractmethod
+    def found(self) -> Layer:
+        """The layer with what was seen of it until now."""
+
+
+def geometry_of(site: Site) -> Geometry:
+    """Of a site, with what is applied before and after it folded into its vectors."""
+    return Geometry.of(*site.weights.matrices, site.gain, site.value_gain)
+
+
+def geometry_of_layer(layer: Site | Mixture) -> Geometry:
+    """Of all neurons of a layer."""
+    return geometry_of(layer) if isinstance(layer, Site) else Geometry.cat([geometry_of(site) for site in layer.sites])
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a site's sums need to know beforehand."""
+
+    geometry: Geometry
+    pairing: Pairing
+    reduce: Reducer
+
+    @classmethod
+    def of(cls, site: Site, layout: Layout, draws: int, seed: int) -> "_Prepared":
+        geometry, (q, k, _) = geometry_of(site), site.weights.matrices
+        pairing = geometry.pairing(q, k, site.gain, derangements(site.n_neurons, draws, seed))
+        return cls(geometry, pairing, reducer_of(site.unit, layout, geometry, pairing, site.device, site.dtype))
+
+
+class SiteStream(LayerStream):
+    """The moments of one site as they grow."""
+
+    def __init__(self, site: Site, alphas: Sequence[float], draws: int, seed: int) -> None:
+        super().__init__(site)
+        self._site = site
+        self._prepared = _Prepared.of(site, Layout.of(site.unit, alphas, draws), draws, seed)
+        self._accumulator = Accumulator(site.n_neurons, self._prepared.reduce)
+
+    def found(self) -> Layer:
+        site = self._site
+        return Layer(
+            unit=site.unit,
+            moments=self._accumulator.moments(),
+            geometry=self._prepared.geometry,
+            gain=gain_in_words(site),
+            interaction_antisymmetry=antisymmetric_share(*_gained(site)),
+            partners=self._prepared.pairing.partners,
+        )
+
+    def take(self, heard: dict[str, Any], batch: Batch) -> None:
+        a, b = (heard.pop(symbol) for symbol in "ab")
+        rows = len(batch.windows)  # some families flatten them before their MLP
+        self._accumulator.add(a.reshape(rows, -1, a.shape[-1]), b.reshape(rows, -1, b.shape[-1]), batch)
+
+
+class MixtureStream(LayerStream):
+    """The moments of a layer of experts as they grow."""
+
+    def __init__(self, mixture: Mixture, alphas: Sequence[float], draws: int, seed: int) -> None:
+        super().__init__(mixture)
+        self._mixture = mixture
+        layout = Layout.of(mixture.unit, alphas, draws)
+        # Experts differ in their re-pairings too: one seed for all would tie their chance together.
+        seeds = torch.randint(2**62, (len(mixture.sites),), generator=torch.Generator().manual_seed(seed)).tolist()
+        self._prepared = [_Prepared.of(site, layout, draws, own) for site, own in zip(mixture.sites, seeds, strict=True)]
+        self._accumulator = Accumulator(mixture.n_neurons, [prepared.reduce for prepared in self._prepared])
+
+    def found(self) -> Layer:
+        sites = self._mixture.sites
+        width = torch.tensor([site.n_neurons for site in sites])
+        pairs = zip(self._prepared, self._mixture.columns, strict=True)
+        partners = [prepared.pairing.partners + columns.start for prepared, columns in pairs]
+        return Layer(
+            unit=self._mixture.unit,
+            moments=self._accumulator.moments(),
+            geometry=Geometry.cat([prepared.geometry for prepared in self._prepared]),
+            gain="; ".join(dict.fromkeys(gain_in_words(site) for site in sites)),
+            interaction_antisymmetry=pooled_antisymmetric_share(map(_gained, sites)),
+            partners=torch.cat(partners, dim=1),
+            experts=torch.tensor([int(site.expert or 0) for site in sites]).repeat_interleave(width),
+        )
+
+    def take(self, heard: dict[str, Any], batch: Batch) -> None:
+        self._accumulator.add_experts(parts_of(self._mixture, heard, batch), batch)
+
+
+def parts_of(mixture: Mixture, heard: dict[str, Any], batch: Batch) -> Iterator[Part]:
+    """One expert after the other: which it is, a and b of its tokens, their places in the batch, and their weights."""
+    routing: Routing = heard["routing"]
+    is_fed = torch.zeros(batch.places.shape[1], dtype=torch.bool, device=routing.x.device)
+    is_fed[batch.fed] = True
+    experts = mixture.stacks.experts()
+    for number, (row, weight) in enumerate(routing.by_expert(mixture.stacks.n_experts)):
+        fed = is_fed[routing.place[row]]
+        row, weight = row[fed], weight[fed]
+        (q, k, _), (q_bias, k_bias, _) = experts[number].matrices, experts[number].biases
+        x = routing.x[row]
+        yield number, linear(x, q, q_bias), linear(x, k, k_bias), routing.place[row], weight
+    if mixture.shared is not None:
+        a, b = (heard[symbol].flatten(0, -2)[batch.fed] for symbol in "ab")
+        weight = heard["weight"].flatten()[batch.fed] if "weight" in heard else torch.ones_like(a[:, 0])
+        yield len(mixture.routed), a, b, batch.fed, weight
+
+
+def _gained(site: Site) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with what stands before and after them."""
+    gains, wide = (site.gain, site.gain, site.value_gain), torch.promote_types(site.dtype, torch.float32)
+    q, k, v = (weight.to(wide) * gain for weight, gain in zip(site.weights.matrices, gains, strict=True))
+    return q, k, v
+
+
+def gain_in_words(site: Site) -> str:
+    """What was folded into q and k, and into v where it is anything."""
+    return (
+        site.gain_source if site.value_gain_source == NOTHING_AFTER else f"{site.gain_source}; v: {site.value_gain_source}"
+    )

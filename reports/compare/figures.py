@@ -1,0 +1,72 @@
+"""Figures of a comparison: every run over relative depth, and the differences from the first run layer by layer."""
+
+from collections.abc import Callable
+
+import pandas as pd
+import seaborn as sns
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from matplotlib.typing import ColorType
+
+from reports.compare.tables import Comparison
+from reports.html.render import visible
+from reports.run.figures import MAIN_MEASURES
+
+Draw = Callable[[pd.DataFrame, Axes, ColorType, str], Axes]
+PALETTE = sns.color_palette("colorblind")
+MARKERS = "os^DvPX<>*"
+"""A run has a marker besides its colour, so that nobody needs to tell colours apart."""
+
+
+def draw_comparison(comparison: Comparison) -> dict[str, Figure]:
+    """Every figure of a comparison, by file name without its ending."""
+    labels = [side.label for side in comparison.sides]
+    comparable = [side.label for side in comparison.others if side.comparable]
+    # A label is a directory's name: a dollar sign in it is no formula.
+    with sns.axes_style("whitegrid"), sns.plotting_context("paper"), rc_context({"text.parse_math": False}):
+        figures = {"depth": _panels(comparison.table, labels, labels, by_depth)}
+        if comparable:
+            figures["difference"] = _panels(comparison.table, labels, comparable, by_difference)
+    return figures
+
+
+def by_depth(table: pd.DataFrame, ax: Axes, color: ColorType, marker: str) -> Axes:
+    """One measure of one run over relative depth, with its 95 % interval."""
+    ax.axhline(0, color="0.4", linewidth=0.8)
+    ax.errorbar(
+        table["depth"], table["value"], yerr=table["value_reach"], color=color, marker=marker, markersize=4, capsize=2
+    )
+    ax.set(xlabel="relative depth", xlim=(0, 1))
+    return ax
+
+
+def by_difference(table: pd.DataFrame, ax: Axes, color: ColorType, marker: str) -> Axes:
+    """The difference of one measure of one run from the first run, layer by layer, with its 95 % interval."""
+    reach = table["difference_high"] - table["difference"]
+    ax.axhline(0, color="0.4", linewidth=0.8)
+    ax.errorbar(
+        table["layer"], table["difference"], yerr=reach, color=color, marker=marker, markersize=4, capsize=2,
+        linestyle="none",
+    )  # fmt: skip
+    ax.set(xlabel="layer")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return ax
+
+
+def _panels(table: pd.DataFrame, labels: list[str], shown: list[str], draw: Draw) -> Figure:
+    """One panel a measure, all runs in it; colours and markers go by the place among all labels."""
+    figure = Figure(figsize=(10, 11), layout="constrained")
+    axes = figure.subplots(4, 2).ravel()
+    for ax, (measure, title) in zip(axes, MAIN_MEASURES.items(), strict=True):
+        for label in shown:
+            place = labels.index(label)
+            rows = table[(table["run"] == label) & (table["measure"] == measure)]
+            draw(rows, ax, PALETTE[place % len(PALETTE)], MARKERS[place % len(MARKERS)])
+        ax.set_title(title)
+    numbers = [str(place) for place in range(len(shown))]
+    legend = figure.legend(axes[0].containers, numbers, loc="outside lower center", ncols=2, frameon=False)
+    for text, label in zip(legend.get_texts(), shown, strict=True):
+        text.set_text(visible(label))  # set afterwards: a label that begins with an underscore would be left out
+    return figure

@@ -1,0 +1,104 @@
+"""compare.html and the rest of a comparison's directory."""
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from analysis.storage.directory import staged
+from reports.compare.figures import draw_comparison
+from reports.compare.tables import TOLD, Comparison, by_third, difference_numbers, verdict, warnings
+from reports.directory import DPI
+from reports.html.render import render
+from reports.run.definitions import DEFINITIONS, LIMITS, NOTATION
+from reports.run.document import files_of, records, to_json
+from reports.run.figures import MAIN_MEASURES
+from reports.run.page import provenance, shown_figures
+
+PAGE, TABLE = "compare.html", "compare.csv"
+CAPTIONS = {
+    "depth": (
+        "Over relative depth",
+        "Every layer of every run, pooled over neurons, with its 95 % interval.",
+    ),
+    "difference": (
+        "Differences from the first run",
+        "Layer by layer, with 95 % intervals; one that does not hold 0 is a difference beyond the noise of the text.",
+    ),
+}
+
+
+def write_comparison(comparison: Comparison, directory: Path, force: bool = False) -> None:
+    """Write compare.csv, compare.html and figures; all of them or nothing."""
+    figures = draw_comparison(comparison)
+    with staged(directory, force) as folder:
+        comparison.table.drop(columns="value_reach").to_csv(folder / TABLE, index=False)
+        (folder / "figures").mkdir()
+        for name, figure in figures.items():
+            figure.savefig(folder / "figures" / f"{name}.png", dpi=DPI)
+        (folder / PAGE).write_text(comparison_html(comparison, figures), encoding="utf-8")
+
+
+def comparison_html(comparison: Comparison, figures: dict[str, Figure]) -> str:
+    """The page of a comparison: one file that needs no network."""
+    tables = [(measure, title, _rows(comparison, measure)) for measure, title in MAIN_MEASURES.items()]
+    thirds = by_third(comparison).loc[list(TOLD)].reset_index()
+    return render(
+        "compare.html",
+        sides=comparison.sides,
+        tokens=[sum(part["tokens_counted"] for part in side.run.corpus) for side in comparison.sides],
+        verdict=list(verdict(comparison)),
+        warnings=list(warnings(comparison)),
+        figures=list(shown_figures(figures, CAPTIONS)),
+        thirds=thirds.to_dict(orient="records"),
+        words=TOLD,
+        tables=tables,
+        notation=NOTATION,
+        definitions=DEFINITIONS,
+        limits=LIMITS,
+        provenance=[(side.label, side.run.record.get("command"), provenance(side.run)) for side in comparison.sides],
+    )
+
+
+def comparison_json(comparison: Comparison, directory: Path) -> str:
+    """The numbers behind the sentences, the whole table, and where the files are."""
+    runs = [
+        {"label": side.label, "directory": str(side.directory), "model": side.run.model, "passed": side.run.passed}
+        | {"layer_by_layer": side.comparable, "paired": side.paired}
+        for side in comparison.sides
+    ]
+    numbers = {
+        side.label: {measure: difference_numbers(comparison, side, measure) for measure in TOLD}
+        for side in comparison.others
+    }
+    document: dict[str, Any] = {
+        "passed": comparison.passed,
+        "reference": comparison.reference.label,
+        "runs": runs,
+        "verdict": numbers,
+        "sentences": [f"{how}: {sentence}" for how, found in verdict(comparison) for sentence in found],
+        "remarks": list(warnings(comparison)),
+        "layers": records(comparison.table.drop(columns="value_reach")),
+        "directory": str(directory),
+        "files": files_of(directory, (TABLE, PAGE)),
+    }
+    return to_json(document)
+
+
+def print_comparison(comparison: Comparison, directory: Path, console: Console) -> None:
+    """Print the sentences, what stands between the runs, and where the files are."""
+    for how, found in verdict(comparison):
+        console.print(f"{how}:", highlight=False, markup=False)
+        for sentence in found:
+            console.print(f"  {sentence}", highlight=False, markup=False)
+    for sentence in warnings(comparison):
+        console.print(f"! {sentence}", highlight=False, markup=False)
+    console.print(f"files are in {directory}/", highlight=False, markup=False, soft_wrap=True)
+
+
+def _rows(comparison: Comparison, measure: str) -> list[dict[str, Any]]:
+    """The rows of one measure, each with whether its difference is beyond its interval."""
+    table = comparison.table[comparison.table["measure"] == measure]
+    differs = (table["difference_low"] > 0) | (table["difference_high"] < 0)
+    return table.assign(differs=differs).to_dict(orient="records")

@@ -1,0 +1,223 @@
+"""What activations and weights say of several models, side by side, as the tables of ``docs/findings.md``.
+
+A cell "0.15 (0.02–0.47)" is the median over layers with the least and the greatest. An excess is a number minus its null.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from analysis.causal.costs import rank_correlation
+from reports.causal.tables import ASYMMETRIES
+from reports.findings.markdown import markdown, short
+from reports.findings.runs import QUADRANTS, UNEXPLAINED, Found, cost_per_asymmetry, energy_by_quadrant
+from reports.run.figures import alpha_label, interval
+from reports.run.summary import CHANCE_WORDS, FEW_NEURONS, against_chance
+
+Cell = Callable[[Found], str]
+MEASURES = {
+    "exchange": "exchange, as stored",
+    "exchange_balanced": "exchange, balanced",
+    "exchange_balanced_token_median": "its median over tokens",
+    "exchange_balanced_neuron_median": "its median over neurons",
+    "exchange_balanced_null_gaussian": "its Gaussian null",
+    "exchange_balanced_null_repaired": "its re-paired null",
+    "exchange_balanced_null_random": "its null of random weights",
+    "scaling_half": "scaling, α = ½",
+    "scaling_double": "scaling, α = 2",
+    "scaling_double_null_repaired": "its re-paired null",
+    "scaling_flip": "sign flip, α = −1",
+    "euler_residual": "Euler residual",
+    "bilinear_share": "bilinear share",
+    "placement_balanced": "placement, balanced",
+    "gate_positive": "share of open gates",
+    "cos_qk_abs_mean": "mean |cos(q, k)|",
+    "score_max_ratio": "largest score over the median",
+    "interaction_antisymmetry": "antisymmetry of the interactions",
+    "effective_neurons": "effective neurons",
+}
+"""Columns of ``layers.csv`` whose median over layers is shown."""
+DIGITS = 3
+
+
+def activation_tables(found: Sequence[Found]) -> Iterator[str]:
+    """The paragraphs and tables of all models."""
+    yield "**Median over layers (least–greatest).**"
+    yield markdown(["", *(one.name for one in found)], [[title, *map(cell, found)] for title, cell in _summary()])
+    yield "**Scaling (αa, b/α): median over layers of the asymmetry.**"
+    yield _curves(found)
+    with_costs = [one for one in found if one.costs is not None]
+    if with_costs:
+        yield (
+            "**What a unit of asymmetry costs: KL over asymmetry, median over layers (least–greatest); in square brackets "
+            "that of the placebo; and the rank correlation of KL and asymmetry over layers. For "
+            f"{UNEXPLAINED}, in place of the asymmetry, the share of energy that it does not explain.**"
+        )
+        yield _bridge(with_costs)
+    yield (
+        f"**Layers whose balanced exchange is made by fewer than {FEW_NEURONS} neurons, and the neuron that weighs most in "
+        "it: its share of the layer's energy, and of that before and after exchange together.**"
+    )
+    yield _heaviest(found)
+    for one in found:
+        yield _caption(one)
+        yield _by_layer(one)
+
+
+def _caption(one: Found) -> str:
+    corpus, model = one.document["corpus"], one.document["model"]
+    return (
+        f"**{one.name}: {model['weights']}; {sum(part['tokens_counted'] for part in corpus):,} tokens of "
+        f"{', '.join(part['name'] for part in corpus)} in windows of {one.document['settings']['context']}. ± is a "
+        "standard error; an excess in bold is one whose 95 % interval leaves out 0; * marks a layer made by few tokens.**"
+    )
+
+
+def excess_beyond(layers: pd.DataFrame, column: str) -> pd.Series:
+    """Whether the 95 % interval of a column leaves out 0."""
+    return layers[column].abs() > interval(layers, column)
+
+
+def _summary() -> Iterator[tuple[str, Cell]]:
+    """The rows of the first table."""
+    yield "layers × neurons", lambda one: f"{len(one.layers)} × {one.layers['n_neurons'].iloc[0]:,}"
+    yield "gate", lambda one: ", ".join(one.document["model"]["units"])
+    for column, title in MEASURES.items():
+        yield title, partial(_column, column)
+    for null, words in CHANCE_WORDS.items():
+        yield f"balanced exchange above / below {words}", partial(_counts, "exchange_balanced", null)
+    for null in ("gaussian", "repaired"):
+        yield f"scaling α = 2 above / below {CHANCE_WORDS[null]}", partial(_counts, "scaling_double", null)
+    yield "energy where a > 0", partial(_energy, ["pp", "pn"])
+    for pair, words in QUADRANTS.items():
+        yield f"energy where {words}", partial(_energy, [pair])
+    yield "layers made by few tokens", lambda one: _listed(one.layers, one.layers["few_tokens"])
+    yield "the same, first position counted", _first_few
+    yield f"layers made by fewer than {FEW_NEURONS} neurons", _few_neurons
+    yield "neurons that differ from re-paired ones", _differing
+    yield "of them less broken than these", _less_broken
+    yield "their median |cos(q, k)|, and that of all", _cosines
+
+
+def _column(column: str, one: Found) -> str:
+    return _span(one.layers[column])
+
+
+def _energy(quadrants: list[str], one: Found) -> str:
+    return _span(energy_by_quadrant(one.neurons)[quadrants].sum(axis=1))
+
+
+def _counts(measure: str, null: str, one: Found) -> str:
+    """In how many layers a measure is above a null, and below, by its 95 % interval; a dash where it has no errors."""
+    counts = against_chance(one.layers, measure).get(null)
+    return "–" if counts is None else f"{counts[0]} / {counts[1]} of {len(one.layers)}"
+
+
+def _few_neurons(one: Found) -> str:
+    return _listed(one.layers, one.layers["effective_neurons"] < FEW_NEURONS)
+
+
+def _first_few(one: Found) -> str:
+    return "–" if one.first is None else _listed(one.first, one.first["few_tokens"])
+
+
+def _differing(one: Found) -> str:
+    differing = one.neurons["exchange_balanced_repaired_differs"].astype(bool)
+    return f"{differing.sum():,} of {len(differing):,}"
+
+
+def _less_broken(one: Found) -> str:
+    differing = one.neurons[one.neurons["exchange_balanced_repaired_differs"].astype(bool)]
+    return f"{(differing['exchange_balanced'] < differing['exchange_balanced_null_repaired']).sum():,}"
+
+
+def _cosines(one: Found) -> str:
+    cosines, differing = one.neurons["cos_qk"].abs(), one.neurons["exchange_balanced_repaired_differs"].astype(bool)
+    return f"{short(cosines[differing].median(), DIGITS)}, {short(cosines.median(), DIGITS)}"
+
+
+def _curves(found: Sequence[Found]) -> str:
+    medians = pd.DataFrame({one.name: one.curves.groupby("alpha")["asymmetry"].median() for one in found})
+    rows = [[name, *(short(value, DIGITS) for value in medians[name])] for name in medians]
+    return markdown(["α", *(alpha_label(alpha) for alpha in medians.index)], rows)
+
+
+def _bridge(found: Sequence[Found]) -> str:
+    """One line an edit, two columns a model."""
+    known = [*ASYMMETRIES, UNEXPLAINED]
+    edits = [edit for edit in known if all((one.costs["edit"] == edit).any() for one in found if one.costs is not None)]
+    header = ["edit", *(title for one in found for title in (one.name, "rank correlation"))]
+    return markdown(header, [[edit, *(cell for one in found for cell in _price(one, edit))] for edit in edits])
+
+
+def _price(one: Found, edit: str) -> tuple[str, str]:
+    table = cost_per_asymmetry(one, edit)
+    price, placebo = (table[column] / table["asymmetry"] for column in ("kl", "kl_placebo"))
+    rank = rank_correlation(table["kl"].tolist(), table["asymmetry"].tolist())
+    return f"{_span(price)} [{short(placebo.median(), DIGITS)}]", f"{rank:.2f}".replace("-", "−")
+
+
+def _heaviest(found: Sequence[Found]) -> str:
+    """One line a layer that few neurons make."""
+    header = ["model", "neuron", "effective neurons", "share of energy", "with exchanged", "gate open", "balanced exchange"]
+    rows = []
+    for one in found:
+        table = one.heaviest.merge(one.layers[["layer", "effective_neurons"]], on="layer")
+        for row in table[table["effective_neurons"] < FEW_NEURONS].to_dict("records"):
+            shares = [f"{row[name]:.3f}" for name in ("energy_share", "share", "gate_positive", "exchange_balanced")]
+            ending = [f"{row['cos_qk']:.2f}".replace("-", "−"), f"{row['score_ratio']:.1f}", _cost_alone(one, row)]
+            rows.append([one.name, f"{row['layer']}:{row['neuron']}", f"{row['effective_neurons']:.1f}", *shares, *ending])
+    return markdown([*header, "cos(q, k)", "score over the median", "ΔCE, exchanged alone"], rows)
+
+
+def _cost_alone(one: Found, row: dict[Any, Any]) -> str:
+    """What exchanging this neuron as stored cost; a dash where it was not among those exchanged one by one."""
+    if one.singly is None:
+        return "–"
+    alone = one.singly[(one.singly["layer"] == row["layer"]) & (one.singly["neuron"] == row["neuron"])]
+    return f"{alone['exact'].iloc[0]:+.3f}".replace("-", "−") if len(alone) else "–"
+
+
+def _by_layer(one: Found) -> str:
+    """One line a layer: measures with errors, the excess over each null, and what the first position would do."""
+    first = None if one.first is None else one.first.set_index("layer")
+    differing = one.neurons.groupby("layer")["exchange_balanced_repaired_differs"].sum()
+    beyond = {null: excess_beyond(one.layers, f"exchange_balanced_excess_{null}") for null in CHANCE_WORDS}
+    rows = []
+    for place, row in enumerate(one.layers.to_dict("records")):
+        excesses = {null: f"exchange_balanced_excess_{null}" for null in CHANCE_WORDS}
+        rows.append([
+            f"{row['layer']}{'*' if row['few_tokens'] else ''}",
+            _with_error(row, "exchange"),
+            _with_error(row, "exchange_balanced"),
+            *(_with_error(row, column, bool(beyond[null].iloc[place])) for null, column in excesses.items()),
+            "–" if first is None else f"{first.loc[row['layer'], 'exchange_balanced']:.3f}",
+            _with_error(row, "scaling_double"),
+            _with_error(row, "bilinear_share"),
+            f"{row['exchange_balanced_neuron_median']:.3f}",
+            f"{row['effective_neurons']:.1f}",
+            f"{row['score_max_ratio']:.1f}",
+            f"{differing[row['layer']]:,}",
+        ])  # fmt: skip
+    header = ["layer", "exchange", "balanced", "− Gaussian", "− re-paired", "− random", "balanced, first position counted"]
+    ending = ["median neuron, balanced", "effective neurons", "largest score", "neurons that differ"]
+    return markdown([*header, "α = 2", "bilinear share", *ending], rows)
+
+
+def _with_error(row: dict[Any, Any], column: str, bold: bool = False) -> str:
+    """A number with its standard error; an excess has its sign."""
+    sign = "+" if "_excess_" in column else ""
+    cell = f"{row[column]:{sign}.3f} ± {row[f'{column}_se']:.3f}".replace("-", "−")
+    return f"**{cell}**" if bold else cell
+
+
+def _span(values: pd.Series) -> str:
+    """The median with the least and the greatest; a dash where there is no number."""
+    low, middle, high = (short(value, DIGITS) for value in (values.min(), values.median(), values.max()))
+    return "–" if values.isna().all() else f"{middle} ({low}–{high})"
+
+
+def _listed(layers: pd.DataFrame, chosen: pd.Series) -> str:
+    return ", ".join(str(layer) for layer in layers.loc[chosen.astype(bool), "layer"]) or "none"

@@ -1,0 +1,143 @@
+"""Saved runs of one model put together for ``docs/findings.md``: activations, the first position, costs of edits."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from analysis.errors import UserError
+from analysis.run import Run
+from analysis.storage.directory import RUN_FILE
+from reports.causal.tables import ASYMMETRIES
+
+QUADRANTS = {"pp": "a > 0, b > 0", "pn": "a > 0, b ≤ 0", "np": "a ≤ 0, b > 0", "nn": "a ≤ 0, b ≤ 0"}
+UNEXPLAINED = "bilinear"
+"""The edit whose cost is set against the energy that it leaves unexplained, 1 − bilinear share."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run says of one model.
+
+    Attributes:
+        document: ``run.json``.
+        layers, curves, neurons: the run's tables.
+        heaviest: the neuron that weighs most in each layer's balanced exchange.
+        first: the table of layers when the first position was counted too; None if not measured.
+        costs: costs of edits on counted positions; None if not measured.
+        singly: neurons that were exchanged one by one; None if none were.
+    """
+
+    document: dict[str, Any]
+    layers: pd.DataFrame
+    curves: pd.DataFrame
+    neurons: pd.DataFrame
+    heaviest: pd.DataFrame
+    first: pd.DataFrame | None = None
+    costs: pd.DataFrame | None = None
+    singly: pd.DataFrame | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.document["model"]["name"])
+
+    @property
+    def depth(self) -> pd.Series:
+        """The relative depth of each layer, (i + ½)/n."""
+        return (self.layers["layer"] + 0.5) / self.document["model"]["n_layers"]
+
+
+def found_in(runs: Sequence[Path], first: Sequence[Path] = (), costs: Sequence[Path] = ()) -> list[Found]:
+    """Read runs, and to each the other runs of its model; UserError if one is not what its place says, or of no model."""
+    documents = {directory: _document(directory) for directory in (*runs, *first, *costs)}
+    names = [documents[directory]["model"]["name"] for directory in runs]
+    for directory in (*first, *costs):
+        if documents[directory]["model"]["name"] not in names:
+            raise UserError(
+                f"{directory} is of {documents[directory]['model']['name']}, the runs are of {', '.join(names)}"
+            )
+    for directory in first:
+        if skipped := documents[directory]["settings"]["skip_positions"]:
+            raise UserError(f"{directory} skips {skipped} positions: analyze with --skip-positions 0")
+
+    def of(directories: Sequence[Path], name: str) -> Path | None:
+        return next((directory for directory in directories if documents[directory]["model"]["name"] == name), None)
+
+    return [
+        _found(directory, documents[directory], of(first, name), of(costs, name))
+        for directory, name in zip(runs, names, strict=True)
+    ]
+
+
+def energy_by_quadrant(neurons: pd.DataFrame) -> pd.DataFrame:
+    """The share of each layer's energy in each sign pair, from those of its neurons; a silent neuron has none."""
+    live = neurons[neurons["energy_share"] > 0]
+    parts = {pair: live[f"quadrant_energy_{pair}"] * live["energy_share"] for pair in QUADRANTS}
+    return pd.DataFrame(parts).groupby(live["layer"]).sum()
+
+
+def cost_per_asymmetry(one: Found, edit: str) -> pd.DataFrame:
+    """By layer: the KL of an edit, that of its placebo, and the asymmetry of the activations under it."""
+    assert one.costs is not None
+    costs = one.costs[one.costs["edit"] == edit].set_index("layer")[["kl", "kl_placebo"]]
+    layers = one.layers.set_index("layer")
+    asymmetry = 1 - layers["bilinear_share"] if edit == UNEXPLAINED else layers[ASYMMETRIES[edit]]
+    return costs.join(asymmetry.rename("asymmetry"), how="inner")
+
+
+def heaviest_neurons(run: Run, neurons: pd.DataFrame) -> pd.DataFrame:
+    """By layer, the neuron with most energy before and after balanced exchange together, w (E[h²] + E[h′²]).
+
+    ``share`` is its share of that, the other columns are those of the table of neurons.
+    """
+    rows = []
+    for index, layer in run.layers.items():
+        sums, weight = layer.moments.neuron, layer.geometry.value_weight
+        energy = weight * (sums["balanced_hh"] + sums["balanced_exchange"])
+        rows.append({"layer": index, "place": int(energy.argmax()), "share": float(energy.max() / energy.sum())})
+    median = neurons.groupby("layer")["score"].transform("quantile", 0.5, "lower")  # as in score_max_ratio
+    placed = neurons.assign(place=neurons.groupby("layer").cumcount(), score_ratio=neurons["score"] / median)
+    return pd.DataFrame(rows).merge(placed, on=["layer", "place"])
+
+
+def _found(directory: Path, document: dict[str, Any], first: Path | None, costs: Path | None) -> Found:
+    layers = pd.read_csv(directory / "layers.csv")
+    if "exchange_balanced_null_random" not in layers:
+        raise UserError(f"{directory} has no null of random weights: analyze with --null random-init")
+    neurons = pd.read_parquet(directory / "neurons.parquet")
+    return Found(
+        document,
+        layers,
+        pd.read_csv(directory / "curves.csv"),
+        neurons,
+        heaviest_neurons(Run.load(directory), neurons),
+        None if first is None else pd.read_csv(first / "layers.csv"),
+        None if costs is None else _costs(costs),
+        None if costs is None else _singly(costs),
+    )
+
+
+def _costs(directory: Path) -> pd.DataFrame:
+    """Costs on counted positions; UserError if no sweep measured any."""
+    file = directory / "causal.csv"
+    table = pd.read_csv(file) if file.is_file() else pd.DataFrame()
+    if "kl" not in table:
+        raise UserError(f"{directory} has no exact sweep: analyze with --causal exact or both")
+    return table[table["positions"] == "counted"]
+
+
+def _singly(directory: Path) -> pd.DataFrame | None:
+    """What exchanging single neurons cost, where exchange is the first of the edits: that is the one made one by one."""
+    file = directory / "causal_neurons.csv"
+    first = pd.read_csv(directory / "causal.csv", nrows=1)["edit"].item()
+    return pd.read_csv(file) if file.is_file() and first == "exchange" else None
+
+
+def _document(directory: Path) -> dict[str, Any]:
+    """``run.json``; UserError if there is none."""
+    if not (directory / RUN_FILE).is_file():
+        raise UserError(f"{directory} holds no run (no {RUN_FILE}): name a directory that analyze wrote")
+    return dict(json.loads((directory / RUN_FILE).read_text(encoding="utf-8")))

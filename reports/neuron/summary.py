@@ -1,0 +1,234 @@
+"""Tables and sentences about one neuron: where it stands in its layer, its α curve, its sign pairs, what edits cost."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from pandas import DataFrame
+from torch import Tensor
+
+from analysis.errors import UserError
+from analysis.measures import asymmetry as measures
+from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE
+from analysis.neuron import NeuronRecord
+from analysis.sums.layout import QUADRANTS, scaling_name
+from reports.html.render import standard_error
+
+WEIGHTS = {
+    "norm_q": "‖q‖, norm gain folded",
+    "norm_k": "‖k‖, norm gain folded",
+    "norm_v": "‖v‖",
+    "cos_qk": "cosine of q and k",
+    "cos_qv": "cosine of q and v",
+    "cos_kv": "cosine of k and v",
+    "score": "‖q‖‖k‖‖v‖, the same for every k → βk, v → v/β",
+}
+MEASURES = {
+    "exchange": "asymmetry under a ↔ b, as stored",
+    "exchange_balanced": "the same with k brought to the length and side of q",
+    "scaling_half": "asymmetry under (a/2, 2b)",
+    "scaling_double": "asymmetry under (2a, b/2)",
+    "scaling_flip": "asymmetry under (−a, −b)",
+    "euler_residual": "break of infinitesimal scaling",
+    "placement": "asymmetry of σ(a)b and σ(ab)",
+    "bilinear_share": "share of its energy that c·ab explains",
+    "bilinear_coef": "that c",
+    "energy_share": "share of its layer's energy",
+    "gate_positive": "share of tokens with a > 0",
+    "corr_ab": "correlation of a and b",
+}
+"""Numbers of a neuron that stand beside the distribution of its layer, with a word on each."""
+SIGNS = {"pp": "a > 0, b > 0", "pn": "a > 0, b ≤ 0", "np": "a ≤ 0, b > 0", "nn": "a ≤ 0, b ≤ 0"}
+BINS = 25
+LONG_TAILED = 30
+"""A largest value beyond so many medians is drawn on a logarithmic axis."""
+ATTRIBUTION = "attribution_"
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How a number is spread over the neurons of a layer.
+
+    Attributes:
+        bars: heights, the highest is 1.
+        mine: the bin that the neuron is in.
+        logarithmic: whether the bins have equal width in the logarithm.
+    """
+
+    bars: tuple[float, ...]
+    mine: int
+    logarithmic: bool
+
+
+Columns = dict[str, Tensor]
+"""The table of neurons of its layer, from ``Estimates.neuron_numbers``."""
+
+
+def standing(columns: Columns, at: int) -> DataFrame:
+    """One row per number: its value with error and nulls where there are, and where it stands in its layer.
+
+    Columns: ``name, value, se, null_gaussian, null_repaired, layer_median, rank, of, percentile``. The rank is 1 for the
+    largest; the percentile is the share of the layer's neurons that lie below, half of the equal ones included.
+    """
+    rows = []
+    for name in (*WEIGHTS, *MEASURES):
+        values = columns[name].numpy()
+        value, known = float(values[at]), values[np.isfinite(values)]
+        above, below = int((known > value).sum()), int((known < value).sum())
+        row: dict[str, object] = {"name": name, "value": value}
+        for part in ("se", "null_gaussian", "null_repaired"):
+            row[part] = float(columns[f"{name}_{part}"][at]) if f"{name}_{part}" in columns else np.nan
+        row |= {"layer_median": float(np.median(known)) if len(known) else np.nan}
+        missing = not np.isfinite(value)
+        row |= {"rank": np.nan if missing else above + 1, "of": len(known)}
+        rows.append(row | {"percentile": np.nan if missing else 50 * (below + len(known) - above) / len(known)})
+    return DataFrame(rows).set_index("name")
+
+
+def histogram(values: np.ndarray, at: int) -> Histogram | None:
+    """The layer's distribution of a number; None where the neuron has none."""
+    value, known = values[at], values[np.isfinite(values)]
+    if not np.isfinite(value):
+        return None
+    logarithmic = bool(known.min() > 0 and known.max() > LONG_TAILED * np.median(known))
+    known, value = (np.log(known), np.log(value)) if logarithmic else (known, value)
+    edges = np.histogram_bin_edges(known, BINS)
+    counts, _ = np.histogram(known, edges)
+    mine = min(int(np.searchsorted(edges, value, side="right")) - 1, BINS - 1)
+    return Histogram(tuple(np.sqrt(counts / counts.max()).tolist()), mine, logarithmic)
+
+
+def curve(record: NeuronRecord) -> DataFrame:
+    """One row per α: the neuron's asymmetry with its nulls, and median and quartiles over the neurons of its layer."""
+    sums, at = record.measured.moments.neuron, record.neuron
+    alphas, gaussian = sums.layout.alphas, record.measured.estimates.gaussian
+    every = measures.scaling(sums).numpy()
+    low, median, high = np.nanquantile(every, [0.25, 0.5, 0.75], axis=1)
+    return DataFrame(
+        {
+            "alpha": alphas,
+            "asymmetry": every[:, at],
+            "null_gaussian": [float(gaussian[scaling_name(alpha)].by_neuron[at]) for alpha in alphas],
+            "null_repaired": measures.scaling_null_repaired(sums)[:, at].numpy(),
+            "layer_q1": low,
+            "layer_median": median,
+            "layer_q3": high,
+        }
+    )
+
+
+def quadrants(columns: Columns, at: int) -> DataFrame:
+    """Shares of tokens and of energy in every sign pair, of the neuron and of the median neuron of its layer."""
+    rows = []
+    for quadrant in QUADRANTS:
+        tokens, energy = columns[f"quadrant_{quadrant}"], columns[f"quadrant_energy_{quadrant}"]
+        medians = float(tokens.nanquantile(0.5)), float(energy.nanquantile(0.5))
+        mine = float(tokens[at]), float(energy[at])
+        rows.append((quadrant, SIGNS[quadrant], mine[0], medians[0], mine[1], medians[1]))
+    names = ["quadrant", "signs", "tokens", "tokens_median", "energy", "energy_median"]
+    return DataFrame(rows, columns=names).set_index("quadrant")
+
+
+def costs(directory: Path, record: NeuronRecord) -> DataFrame:
+    """What edits of this neuron alone cost, to first order, as a run with causal results has it; empty without them.
+
+    Columns: ``edit, attribution, se, placebo, percentile``: ΔCE in nats per token, its standard error over sequences, the
+    typical size of a placebo, and the share of the layer's neurons whose |ΔCE| is smaller.
+    """
+    try:
+        table = pd.read_parquet(directory / "neurons.parquet")
+    except FileNotFoundError:
+        return DataFrame()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{directory / 'neurons.parquet'} is not readable ({error}): analyze again") from error
+    layer = table[table["layer"] == record.layer].reset_index(drop=True)  # in the order of the layer's columns
+    names = [name for name in layer if name.startswith(ATTRIBUTION) and f"{name}_se" in layer]
+    rows = []
+    for name in names:
+        sizes, value = layer[name].abs(), float(layer.loc[record.neuron, name])
+        se, placebo = (float(layer[f"{name}_{part}"].get(record.neuron, np.nan)) for part in ("se", "placebo"))
+        rows.append((name.removeprefix(ATTRIBUTION), value, se, placebo, 100 * float((sizes < abs(value)).mean())))
+    return DataFrame(rows, columns=["edit", "attribution", "se", "placebo", "percentile"])
+
+
+def sentences(record: NeuronRecord, table: DataFrame, parts: DataFrame) -> Iterator[str]:
+    """What the numbers say, in plain words; a sentence whose numbers are missing is left out."""
+    score, cosine = table.loc["score"], table.loc["cos_qk"]
+    yield (
+        f"Its score ‖q‖‖k‖‖v‖ is {score['value']:.3g}, {score['value'] / score['layer_median']:.3g} times the layer's "
+        f"median: {_place(score)}."
+    )
+    if np.isfinite(cosine["value"]):
+        yield f"Query and key have the cosine {_signed(cosine['value'])} (layer median {_signed(cosine['layer_median'])})."
+    if parts["energy"].isna().any():
+        yield "h was 0 on every counted token, so that its ratios are undefined."
+    else:
+        largest, open_share = parts.loc[parts["energy"].idxmax()], table.loc["gate_positive", "value"]
+        gate = f"open (a > 0) on {open_share:.2%} of the tokens" if open_share else "closed (a ≤ 0) on every token"
+        yield (
+            f"Its gate is {gate}; {largest['energy']:.0%} of its energy lies where {largest['signs']}, on "
+            f"{largest['tokens']:.1%} of the tokens."
+        )
+    balanced = table.loc["exchange_balanced"]
+    if np.isfinite(balanced["value"]):
+        yield (
+            f"Exchanging its query and key, brought to one length and side, changes it by an asymmetry of "
+            f"{_with_error(balanced)}: {_place(balanced)}. Re-paired with other neurons it would be "
+            f"{balanced['null_repaired']:.3f}{_differs(record)}."
+        )
+    double, flip = table.loc["scaling_double"], table.loc["scaling_flip"]
+    if np.isfinite(double["value"]) and np.isfinite(flip["value"]):
+        yield f"Scaling by α = 2 changes it by {_with_error(double)}, the sign flip by {_with_error(flip)}."
+    share = table.loc["bilinear_share"]
+    if np.isfinite(share["value"]):
+        best = f"{table.loc['bilinear_coef', 'value']:.3g}".replace("-", "−")
+        yield f"The bilinear unit c·ab explains {share['value']:.0%} of its energy at best, with c = {best}."
+    yield _peak(record)
+
+
+def remarks(record: NeuronRecord) -> Iterator[str]:
+    """What a reader must know before believing a number."""
+    if record.run is not None and not record.same_text:
+        yield (
+            f"Numbers are those of the run {record.run}, which counted another text; the sample and the contexts are from "
+            f"{record.corpus['name']}."
+        )
+    stored = record.model["weights"]
+    if "bit" in stored or "quantized" in stored:
+        yield f"The weights were stored in few bits ({stored}); cosines and read-outs are of what was stored."
+    if record.corpus["cut_at_max_tokens"]:
+        yield "The corpus was cut at --tokens."
+
+
+def _peak(record: NeuronRecord) -> str:
+    h, a, b = record.measured.moments.peaks.values[:, record.neuron].tolist()
+    window, position, _, counted = record.measured.moments.peaks.places[:, record.neuron].tolist()
+    aside = "" if counted else ", which is fed but not counted"
+    numbers = f"{h:.3g} (a {a:.3g}, b {b:.3g})".replace("-", "−")
+    return (
+        f"Its largest |h| on any token: h = {numbers} on “{record.peak_text}”, window {window}, position {position}{aside}."
+    )
+
+
+def _place(row: pd.Series) -> str:
+    return f"rank {int(row['rank']):,} of {int(row['of']):,} from the largest"
+
+
+def _with_error(row: pd.Series) -> str:
+    return f"{row['value']:.3f}" + (f" ± {standard_error(row['se'])}" if np.isfinite(row["se"]) else "")
+
+
+def _differs(record: NeuronRecord) -> str:
+    if "exchange_balanced" not in record.measured.estimates.discoveries:
+        return ""
+    _, q, differs = record.measured.estimates.discoveries["exchange_balanced"]
+    if not bool(q[record.neuron].isfinite()):
+        return ""
+    verb = "differs" if bool(differs[record.neuron]) else "does not differ"
+    return f"; it {verb} from them at a false discovery rate of {FALSE_DISCOVERY_RATE:.0%} in its layer"
+
+
+def _signed(value: float) -> str:
+    return f"{round(value, 2) + 0.0:.2f}".replace("-", "−")

@@ -1,0 +1,179 @@
+"""report.html: what a run found, as one page that a colleague can open, understand and check.
+
+Every section stands for itself and is there only if its data are: a figure, a column or a list that another part of the
+program adds to a run appears without a change here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from analysis.measures.estimates import FEW_EXPERT_TOKENS
+from analysis.run import Run
+from analysis.weights.experts import expert_name, neuron_name
+from reports.html.payload import packed
+from reports.html.render import inline_svg, render
+from reports.run.definitions import (
+    CAUSAL,
+    DEFINITIONS,
+    EXPERT_COLUMNS,
+    EXTREME_COLUMNS,
+    LAYER_COLUMNS,
+    LIMITS,
+    MIXTURE,
+    NEURON_COLUMNS,
+    NOTATION,
+)
+from reports.run.summary import remarks, verdict
+from reports.tables import Tables
+
+EXTREMES_SHOWN = 3
+"""Extreme neurons of each layer on the page."""
+EXPERTS_SHOWN = 1024
+"""Experts on the page; the page says so where there are more."""
+CAUSAL_PREFIXES = ("kl_", "dce_")
+CAPTIONS = {
+    "exchange": (
+        "Exchange of gate and up",
+        "By layer, with 95 % intervals, the spread over tokens, and what chance gives: above as stored, below balanced.",
+    ),
+    "causal_cost": (
+        "What the edits cost the model",
+        "KL divergence from the model as it is, by layer and edit, beside a placebo of the same size.",
+    ),
+    "causal_alpha": (
+        "Loss against α",
+        "What scaling by α costs, layer by layer: from the bilinear limit over the model itself to the ReLU limit.",
+    ),
+    "causal_cumulative": (
+        "Layers edited together",
+        "Every layer up to this one, and every layer from this one on.",
+    ),
+    "causal_attribution": (
+        "First order against exact",
+        "What one backward pass predicts, and what the edit costs: how far the prediction can be trusted.",
+    ),
+    "scaling": (
+        "Scaling by α",
+        "Asymmetry of every layer under (a, b) → (αa, b/α). Small values are stretched so that they stay visible.",
+    ),
+    "measures": (
+        "The other measures",
+        "Pooled, with 95 % intervals; medians over tokens and nulls where there are any. The last two are shares.",
+    ),
+    "experts": (
+        "Experts",
+        "Balanced exchange of every expert, by layer and by the share of tokens that it took; hollow where it saw few.",
+    ),
+    "neurons": ("Single neurons", "How the exchange asymmetry, as stored, is spread over the neurons of each layer."),
+}
+"""Heading and sentence of each figure, in the order of the page; a figure that is not named here comes last."""
+
+
+@dataclass(frozen=True)
+class ShownFigure:
+    """A figure on the page: its file name without ending, heading, sentence and SVG."""
+
+    name: str
+    title: str
+    caption: str
+    svg: Markup
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number in a table: what it sorts by, and its standard error if it has one."""
+
+    value: float | int
+    error: float | None = None
+
+
+def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: Iterable[str] = ()) -> str:
+    """The page of a run: one file that needs no network; ``costs`` are sentences about what edits cost."""
+    layers = tables.layers
+    causal = [name for name in layers if name.startswith(CAUSAL_PREFIXES) and not name.endswith(("_se", "_n"))]
+    layer_columns = LAYER_COLUMNS | dict.fromkeys(causal, "nats per token")
+    return render(
+        "report.html",
+        model=run.model,
+        verdict=[*verdict(run, tables), *costs],
+        remarks=list(remarks(run, layers, tables.experts)),
+        acceptance=run.acceptance,
+        controls=run.controls,
+        passed=run.passed,
+        figures=list(shown_figures(figures, CAPTIONS)),
+        layer_columns=_present(layer_columns, layers),
+        layers=_rows(layers, _present(layer_columns, layers)),
+        few_tokens=set(layers.loc[layers["few_tokens"], "layer"]),
+        experts=[] if tables.experts is None else _experts(tables.experts),
+        n_experts=0 if tables.experts is None else len(tables.experts),
+        expert_columns=EXPERT_COLUMNS,
+        few_expert_tokens=FEW_EXPERT_TOKENS,
+        neurons=packed(tables.neurons[list(_present(NEURON_COLUMNS, tables.neurons))]),
+        neuron_columns=_present(NEURON_COLUMNS, tables.neurons),
+        n_neuron_columns=len(tables.neurons.columns),
+        extreme_columns=EXTREME_COLUMNS,
+        extremes=_extremes(tables.extremes),
+        notation=NOTATION,
+        definitions=(*DEFINITIONS, *([] if tables.experts is None else [MIXTURE]), *([CAUSAL] if causal else [])),
+        limits=LIMITS,
+        command=run.record.get("command"),
+        provenance=provenance(run),
+        missing=run.missing(),
+    )
+
+
+def shown_figures(figures: Mapping[str, Figure], captions: Mapping[str, tuple[str, str]]) -> Iterator[ShownFigure]:
+    """The figures that there are, those with a caption first and in the order of the captions."""
+    for name in (*(name for name in captions if name in figures), *(name for name in figures if name not in captions)):
+        title, caption = captions.get(name, (name, ""))
+        yield ShownFigure(name, title, caption, inline_svg(figures[name], name, f"{title}. {caption}"))
+
+
+def _present(columns: dict[str, str], table: pd.DataFrame) -> dict[str, str]:
+    return {name: meaning for name, meaning in columns.items() if name in table}
+
+
+def _rows(table: pd.DataFrame, columns: Mapping[str, str]) -> list[tuple[int, list[Cell]]]:
+    """Each layer with its cells; a column has errors where there is a ``_se`` beside it."""
+    rows = (row for _, row in table.iterrows())
+    return [(int(row["layer"]), [Cell(row[name], row.get(f"{name}_se")) for name in columns]) for row in rows]
+
+
+def _extremes(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """The largest of each layer, with the text of the token they were largest on."""
+    largest = table.groupby("layer", sort=False).head(EXTREMES_SHOWN)
+    rows = largest.where(largest["text"].notna(), {"text": ""}).to_dict(orient="records")
+    return [row | {"name": neuron_name(row)} for row in rows]
+
+
+def _experts(table: pd.DataFrame) -> list[tuple[int, int, str, bool, list[Cell]]]:
+    """Layer, number and name of each expert, whether it saw few tokens, its cells; of many experts the largest."""
+    largest = table.loc[table["energy_share"].fillna(-1).nlargest(EXPERTS_SHOWN).index.sort_values()]
+    cells = (cells for _, cells in _rows(largest, EXPERT_COLUMNS))
+    columns = (largest[name].tolist() for name in ("layer", "expert", "few_tokens"))
+    return [(layer, expert, expert_name(expert), few, row) for layer, expert, few, row in zip(*columns, cells, strict=True)]
+
+
+def provenance(run: Run) -> dict[str, dict[str, str]]:
+    """Model, settings, corpus and record as lines of text, by heading."""
+    corpora = {f"corpus, part {place}": part for place, part in enumerate(run.corpus, start=1)}
+    record = {key: value for key, value in run.record.items() if key != "command"}
+    return lines({"model": run.model, "settings": run.settings, **corpora, "record": record})
+
+
+def lines(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Records as lines of text, by heading."""
+    return {heading: {key: _line(value) for key, value in part.items()} for heading, part in parts.items()}
+
+
+def _line(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_line(entry)}" for key, entry in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_line, value))
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

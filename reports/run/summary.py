@@ -1,0 +1,251 @@
+"""The closing summary on a terminal: what was measured, the verdict in words, a table by layer, what stands out."""
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from analysis.measures.estimates import CHANGED, FEW_EXPERT_TOKENS, TOKEN_MEASURES
+from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE
+from analysis.measures.jackknife import FEW_BLOCKS
+from analysis.run import Run
+from analysis.weights.experts import SHARED, neuron_name
+from reports.run.figures import interval
+from reports.tables import Tables
+
+OUTLIER = 3.5
+"""Modified z-score above which a layer stands out among the layers (Iglewicz & Hoaglin 1993)."""
+FEW_NEURONS = 5
+"""A layer of which so few neurons make the pooled exchange speaks of them."""
+CHANCE = 0.5
+CHANCE_WORDS = {"gaussian": "Gaussian data of equal moments", "repaired": "re-paired neurons", "random": "random weights"}
+COLUMNS = {
+    "exchange": "exch.",
+    "exchange_balanced": "bal-\nanced",
+    "exchange_balanced_se": "±",
+    "exchange_balanced_token_median": "token\nmedian",
+    "exchange_balanced_null_gaussian": "Gauss\nnull",
+    "exchange_balanced_null_repaired": "pair\nnull",
+    "scaling_double": "scale\nα = 2",
+    "scaling_flip": "flip\nα = −1",
+    "bilinear_share": "ab\nshare",
+    "top_token_share": "top\ntoken",
+}
+"""What the table on a terminal shows: no more than 80 columns hold."""
+
+
+def print_summary(run: Run, tables: Tables, directory: Path, console: Console) -> None:
+    """Print the acceptance block, the verdict, the table of layers, and where the files are."""
+    console.print()
+    console.print(acceptance_table(run))
+    console.print()
+    for sentence in verdict(run, tables):
+        console.print(sentence, highlight=False, markup=False)
+    console.print()
+    console.print(layer_table(tables.layers))
+    for sentence in remarks(run, tables.layers, tables.experts):
+        console.print(f"! {sentence}", highlight=False, markup=False)
+    console.print(f"files are in {directory}/", highlight=False, markup=False, soft_wrap=True)
+
+
+def acceptance_table(run: Run) -> Table:
+    """Each check with its value, limit and verdict."""
+    table = Table(title="Acceptance", title_justify="left", header_style="bold", box=None, padding=(0, 1, 0, 0))
+    for column in ("check", "value", "limit"):
+        table.add_column(column)
+    table.add_column("", no_wrap=True)
+    for check in run.acceptance:
+        value, limit = check["value"], check["limit"]
+        value = value if isinstance(value, str) else f"{value:.1e}"
+        limit = limit if isinstance(limit, str) else f"{check.get('sense', 'at most')} {limit:.0e}"
+        table.add_row(Text(check["check"]), Text(value), Text(limit), "pass" if check["passed"] else "[bold red]FAIL[/]")
+    return table
+
+
+def verdict(run: Run, tables: Tables) -> Iterator[str]:
+    """Plain sentences made from the numbers; a sentence whose numbers are missing is left out."""
+    layers = tables.layers
+    model, tokens = run.model, sum(part["tokens_counted"] for part in run.corpus)
+    yield (
+        f"{model['name']} ({model['weights']}; {model['dtype']}): {len(layers)} of {model['n_layers']} layers, "
+        f"gate {', '.join(model['units'])}, {tokens:,} tokens counted."
+    )
+    if tables.experts is not None:
+        yield mixture(tables)
+    yield (
+        f"Exchanging gate and up: asymmetry {_span(layers['exchange'])} (0 = no change, {CHANCE} = unrelated); "
+        f"{_degree(layers['exchange'])} broken, most in layer {_at_max(layers, 'exchange')}. "
+        f"With up brought to the size and side of gate: {_span(layers['exchange_balanced'])}."
+    )
+    if layers["scaling_double"].notna().all():
+        yield (
+            f"Scaling gate by 2 and up by ½: asymmetry {_span(layers['scaling_double'])}; "
+            f"{_degree(layers['scaling_double'])} broken."
+        )
+    if layers["scaling_flip"].notna().all():
+        yield f"Flipping both signs: {_span(layers['scaling_flip'])}; {_degree(layers['scaling_flip'])} broken."
+    yield from _against_chance(tables)
+    share = layers["bilinear_share"]
+    spread = f"{share.min():.0%} to {share.max():.0%}"
+    yield f"A purely bilinear unit c·ab explains {share.median():.0%} of the energy (layers {spread})."
+
+
+def mixture(tables: Tables) -> str:
+    """Of how many experts the layers are mixtures, and how many of them a token goes to, from what was counted."""
+    assert tables.experts is not None
+    routed = tables.experts[tables.experts["expert"] != SHARED]
+    by_layer = routed.groupby("layer")
+    a_token = by_layer["token_share"].sum()
+    shared = " and one that all of them share" if len(routed) < len(tables.experts) else ""
+    which = "Its layers are mixtures" if len(by_layer) == len(tables.layers) else f"{len(by_layer)} layers are mixtures"
+    return (
+        f"{which} of {_extent(by_layer.size(), 'd')} experts, {_extent(a_token, '.3g')} of them a token{shared}: numbers "
+        "pool over experts, and a token counts with the square of its routing weight."
+    )
+
+
+def against_chance(layers: pd.DataFrame, measure: str = "exchange_balanced") -> dict[str, tuple[int, int]]:
+    """For every null with errors: in how many layers a measure is above it, and below, by its 95 % interval."""
+    counts = {}
+    for null in CHANCE_WORDS:
+        column = f"{measure}_excess_{null}"
+        if column in layers and not layers[f"{column}_se"].isna().all():
+            reach = interval(layers, column)
+            counts[null] = int((layers[column] > reach).sum()), int((layers[column] < -reach).sum())
+    return counts
+
+
+def _against_chance(tables: Tables) -> Iterator[str]:
+    """How many layers differ from each null by more than their 95 % interval, and how many neurons."""
+    layers, neurons = tables.layers, tables.neurons
+    clauses = [
+        f"above {CHANCE_WORDS[null]} in {above} layers and below in {below}"
+        for null, (above, below) in against_chance(layers).items()
+    ]
+    if clauses:
+        yield f"Against chance, balanced exchange is {'; '.join(clauses)} (95 % intervals)."
+    differing = neurons["exchange_balanced_repaired_differs"]
+    if neurons["exchange_balanced_repaired_p"].notna().any():
+        yield (
+            f"{int(differing.sum()):,} of {len(neurons):,} neurons differ in it from re-paired neurons "
+            f"(false discovery rate {FALSE_DISCOVERY_RATE:.0%} by layer)."
+        )
+
+
+def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None) -> Iterator[str]:
+    """What a reader must know before believing a number: outliers, sinks, failed checks, skipped layers."""
+    if 1 < (blocks := int(layers["n_blocks"].min())) < FEW_BLOCKS:
+        yield f"errors rest on {blocks} blocks of sequences, fewer than {FEW_BLOCKS}: give more text"
+    yield from _carried(run, layers)
+    if experts is not None:
+        yield from _seen_little(experts)
+    for row in layers[layers["effective_neurons"] < FEW_NEURONS].itertuples():
+        yield (
+            f"layer {row.layer}: effectively {row.effective_neurons:.1f} of {row.n_neurons:,} neurons make its pooled "
+            "exchange; read the median over neurons"
+        )
+    for column in ("exchange", "scaling_double", "bilinear_share"):
+        standing_out = _outliers(layers, column)
+        if standing_out:
+            listed = ", ".join(f"{layer} ({value:.3f})" for layer, value in standing_out)
+            yield f"{column} stands out in layer {listed}; the median over layers is {layers[column].median():.3f}"
+    for check in run.acceptance:
+        if not check["passed"]:
+            yield f"check failed: {check['check']}: {check['value']}, limit {check['limit']}"
+    for control in run.controls:
+        if not control["passed"]:
+            must = "at most" if control["must"] == "hold" else "more than"
+            outcome = f"{control['value']:.1e}, must be {must} {control['limit']:.0e}"
+            yield f"control failed in layer {control['layer']}: {control['control']}: {outcome}"
+    for layer, reason in run.skipped.items():
+        yield f"layer {layer} was not analysed: {reason}"
+    if any(part["cut_at_max_tokens"] for part in run.corpus):
+        yield "the corpus was cut at --tokens"
+
+
+def _carried(run: Run, layers: pd.DataFrame) -> Iterator[str]:
+    """Layers whose numbers a handful of tokens make, with the heaviest of them."""
+    for index, places in run.carriers().items():
+        row, top = layers.set_index("layer").loc[index], places[0]
+        moved = (name for name in TOKEN_MEASURES if abs(row[name] - row[f"{name}_trimmed"]) > CHANGED * row[name])
+        without = ", ".join(f"{name} {row[name]:.3f} → {row[name + '_trimmed']:.3f}" for name in islice(moved, 2))
+        yield (
+            f"layer {index}: its energy sits in effectively {row['effective_tokens']:.0f} of {row['n_tokens']:,} tokens"
+            f"{f' (without 0.1 % of them: {without})' if without else ''}; the heaviest is {top['text']!r} at window "
+            f"{top['window']}, position {top['position']}, with {top['energy_share']:.0%} of the energy, most in neuron "
+            f"{neuron_name(top)}: read the token median"
+        )
+
+
+def _seen_little(experts: pd.DataFrame) -> Iterator[str]:
+    """How many experts saw few tokens or none, and in which layers."""
+    few, none = experts[experts["few_tokens"]], experts[experts["n_tokens"] == 0]
+    if len(few):
+        without = f", {len(none)} of them none ({_ranges(none['layer'])})" if len(none) else ""
+        yield (
+            f"{len(few):,} of {len(experts):,} experts saw fewer than {FEW_EXPERT_TOKENS} counted tokens{without}: "
+            f"their own numbers are unsure, give more text ({_ranges(few['layer'])})"
+        )
+
+
+def _ranges(layers: pd.Series) -> str:
+    """Layers in few words: layers 0-5, 8."""
+    runs: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'' if listed.isdecimal() else 's'} {listed}"
+
+
+def _extent(values: pd.Series, form: str) -> str:
+    """One number, or the smallest and the largest."""
+    low, high = (format(value, form) for value in (values.min(), values.max()))
+    return low if low == high else f"{low} to {high}"
+
+
+def layer_table(layers: pd.DataFrame) -> Table:
+    """The main columns, one line a layer; a layer that stands out is bold."""
+    table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
+    table.add_column("layer", justify="right", no_wrap=True)
+    for title in COLUMNS.values():
+        table.add_column(title, justify="right", no_wrap=True)
+    bold = {layer for layer, _ in _outliers(layers, "exchange")}
+    for _, row in layers.iterrows():
+        cells = ["–" if pd.isna(row[column]) else f"{row[column]:.3f}" for column in COLUMNS]
+        mark = "*" if row["few_tokens"] else ""
+        table.add_row(f"{int(row['layer'])}{mark}", *cells, style="bold" if row["layer"] in bold else "")
+    return table
+
+
+def _outliers(layers: pd.DataFrame, column: str) -> list[tuple[int, float]]:
+    """Layers whose modified z-score exceeds ``OUTLIER``."""
+    if layers[column].isna().all():
+        return []
+    distance = (layers[column] - layers[column].median()).abs()
+    spread = 1.4826 * distance.median()
+    found = layers[distance > OUTLIER * spread] if spread > 0 else layers.iloc[:0]
+    return [(int(row["layer"]), float(row[column])) for _, row in found.iterrows()]
+
+
+def _span(values: pd.Series) -> str:
+    if len(values) == 1:
+        return f"{values.iloc[0]:.3f}"
+    return f"{values.median():.3f} (layers {values.min():.3f} to {values.max():.3f})"
+
+
+def _at_max(layers: pd.DataFrame, column: str) -> str:
+    values = layers[column]
+    return "none" if values.isna().all() else str(int(layers.loc[values.idxmax(), "layer"]))
+
+
+def _degree(values: pd.Series) -> str:
+    """A word for the asymmetry of the median layer."""
+    bounds = ((1e-6, "not"), (0.01, "hardly"), (0.05, "slightly"), (0.2, "moderately"))
+    return next((word for bound, word in bounds if values.median() < bound), "strongly")

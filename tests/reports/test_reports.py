@@ -1,0 +1,163 @@
+"""Tables hold the contract's columns and the run's numbers; figures draw every table, also poor ones."""
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from analysis.measures import asymmetry as measures
+from analysis.run import Run
+from hooks.collect import analyze
+from hooks.models import LoadedModel
+from reports.directory import tables_of, write_directory
+from reports.run.figures import draw_all
+from reports.run.summary import print_summary, remarks, verdict
+from reports.tables import curves_table, layers_table, neurons_table
+
+NULLED = "exchange exchange_balanced scaling_half scaling_double scaling_flip".split()
+OVER_TOKENS = [*NULLED, "euler_residual", "placement", "placement_balanced"]
+NULLS = "null_gaussian excess_gaussian excess_gaussian_se null_repaired excess_repaired excess_repaired_se".split()
+RANDOM = [f"{name}_{part}" for name in NULLED for part in ("null_random", "excess_random", "excess_random_se")]
+LAYER_COLUMNS = [
+    *"layer n_neurons n_tokens n_blocks".split(),
+    *(f"{name}{part}" for name in OVER_TOKENS for part in ("", "_se", "_trimmed")),
+    *(f"{name}_token_{part}" for name in OVER_TOKENS for part in ("q1", "median", "median_se", "q3")),
+    *(f"{name}_{part}" for name in NULLED for part in NULLS),
+    *(
+        f"{name}_neuron_median{part}"
+        for name in ("exchange", "exchange_balanced", "bilinear_share")
+        for part in ("", "_se")
+    ),
+    *(f"{name}{part}" for name in ("exchange_relative_change", "bilinear_share", "gate_positive") for part in ("", "_se")),
+    *"top_token_share top_tokens_share effective_tokens effective_neurons few_tokens".split(),
+    *"n_exchange_differs n_exchange_balanced_differs".split(),
+    *"cos_qk_abs_mean score_max_ratio interaction_antisymmetry".split(),
+]
+NEURON_COLUMNS = [
+    *"layer neuron exchange_relative_change euler_residual placement placement_balanced gate_positive".split(),
+    *(f"{name}{part}" for name in (*NULLED, "bilinear_share") for part in ("", "_se")),
+    *(f"{name}_{part}" for name in NULLED for part in NULLS),
+    *(f"{name}_repaired_{part}" for name in ("exchange", "exchange_balanced") for part in ("p", "q", "differs")),
+    *"bilinear_coef energy_share mean_a mean_b std_a std_b corr_ab quadrant_pp quadrant_pn quadrant_np quadrant_nn".split(),
+    *(f"quadrant_energy_{quadrant}" for quadrant in ("pp", "pn", "np", "nn")),
+    *"cos_qk cos_qv cos_kv norm_q norm_k norm_v score".split(),
+]
+CURVE_COLUMNS = "layer alpha asymmetry asymmetry_se null_repaired relative_change null_gaussian token_median".split()
+EXTREME_COLUMNS = ("layer neuron size window position counted token text a b h cos_qk score score_ratio").split()
+
+
+SPREADSHEETS = ("layers.csv", "curves.csv", "extremes.csv")
+
+
+@pytest.fixture(scope="module")
+def run(llama: LoadedModel) -> Run:
+    return analyze(llama, llama.read(context=32, max_tokens=320), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def poor(llama: LoadedModel) -> Run:
+    """One layer, one window, one scale: no standard error, most scales missing."""
+    return analyze(llama, llama.read(context=32, max_tokens=32), layers=[1], alphas=[3.0], quiet=True)
+
+
+def test_tables_hold_the_contracts_columns(run: Run) -> None:
+    tables = tables_of(run)
+    layers, neurons, curves, extremes = tables.layers, tables.neurons, tables.curves, tables.extremes
+    contract = (LAYER_COLUMNS, NEURON_COLUMNS, CURVE_COLUMNS, EXTREME_COLUMNS)
+    for table, columns in zip((layers, neurons, curves, extremes), contract, strict=True):
+        assert sorted(table.columns) == sorted(columns)
+    assert list(layers["layer"]) == [0, 1, 2]
+    assert len(neurons) == 3 * 48
+    assert sorted(curves["alpha"].unique()) == [-1, 0, 0.125, 0.25, 0.5, 2, 4, 8, np.inf]
+    assert (extremes.groupby("layer").size() == 10).all()
+    assert extremes["text"].map(len).min() > 0
+    for table in (layers, neurons, curves.drop(columns="alpha"), extremes.drop(columns="text")):
+        assert np.isfinite(table.to_numpy(dtype=float)).all()
+
+
+def test_tables_hold_the_runs_numbers(run: Run) -> None:
+    layers, neurons, curves = (
+        table.set_index("layer") for table in (layers_table(run), neurons_table(run), curves_table(run))
+    )
+    for index, layer in run.layers.items():
+        pooled = layer.moments.neuron.pool(layer.geometry.value_weight)
+        assert layers.loc[index, "exchange"] == measures.exchange(pooled).item()
+        assert layers.loc[index, "scaling_half"] == curves.loc[index].set_index("alpha").loc[0.5, "asymmetry"]
+        mine = neurons.loc[index]
+        np.testing.assert_array_equal(mine["exchange"], measures.exchange(layer.moments.neuron))
+        assert mine["energy_share"].sum() == pytest.approx(1)
+        np.testing.assert_allclose(mine.filter(regex="^quadrant_[pn]").sum(axis=1), 1)
+        np.testing.assert_allclose(mine.filter(like="quadrant_energy").sum(axis=1), 1, rtol=1e-5)
+        assert layers.loc[index, "cos_qk_abs_mean"] == pytest.approx(mine["cos_qk"].abs().mean())
+        assert layers.loc[index, "score_max_ratio"] == pytest.approx(mine["score"].max() / np.sort(mine["score"])[23])
+
+
+def test_the_interaction_share_is_that_of_the_weights_with_the_gain_folded(llama: LoadedModel, run: Run) -> None:
+    shares = layers_table(run).set_index("layer")["interaction_antisymmetry"]
+    for index, site in llama.sites.items():
+        gain = site.gain.double()
+        whole = torch.einsum("ju,ja,jb->uab", site.v.double(), site.q * gain, site.k * gain)
+        expected = ((whole - whole.mT) / 2).square().sum() / whole.square().sum()
+        assert shares[index] == pytest.approx(float(expected), rel=1e-7)
+
+
+def test_a_directory_holds_everything_and_reads_back(run: Run, tmp_path: Path) -> None:
+    write_directory(run, tmp_path / "out")
+    names = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    figures = {f"figures/{name}.png" for name in ("exchange", "measures", "neurons", "scaling")}
+    assert names == {"run.json", "report.html", "moments.safetensors", "neurons.parquet", *SPREADSHEETS} | figures
+    again = tables_of(Run.load(tmp_path / "out"))
+    for name in SPREADSHEETS:
+        pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "out" / name), getattr(again, name.removesuffix(".csv")))
+    pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "out" / "neurons.parquet"), again.neurons)
+
+
+def test_a_missing_number_is_empty_and_never_zero(poor: Run) -> None:
+    row = layers_table(poor).iloc[0]
+    for column in ("exchange_se", "scaling_double_se", "scaling_half", "scaling_double", "scaling_flip"):
+        assert np.isnan(row[column]), column
+    assert row["exchange"] > 0
+    assert {"*_se", "scaling_half", "scaling_double", "scaling_flip"} == set(poor.missing())
+
+
+@pytest.mark.parametrize("kind", ["run", "poor"])
+def test_figures_and_summary_serve_every_run(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    run = request.getfixturevalue(kind)
+    tables = tables_of(run)
+    figures = draw_all(tables)
+    assert all(isinstance(figure, Figure) and figure.axes for figure in figures.values())
+    line = next(line for line in figures["exchange"].axes[0].lines if line.get_label() == "median over tokens")
+    np.testing.assert_array_equal(line.get_ydata(), tables.layers["exchange_token_median"])
+    console = Console(file=StringIO(), width=80)
+    print_summary(run, tables, tmp_path, console)
+    text = console.file.getvalue()
+    assert "nan" not in text
+    assert str(tmp_path) in text.replace("\n", "")
+    assert max(map(len, text.replace(str(tmp_path), "").splitlines())) <= 80
+
+
+def test_the_verdict_says_what_the_numbers_say(run: Run) -> None:
+    tables = tables_of(run)
+    layers = tables.layers.assign(exchange=[0.31, 0.30, 0.05], scaling_double=0.0, bilinear_share=0.25)
+    text = " ".join(verdict(run, replace(tables, layers=layers)))
+    assert "asymmetry 0.300 (layers 0.050 to 0.310)" in text
+    assert "strongly broken, most in layer 0" in text
+    assert "Scaling gate by 2 and up by ½: asymmetry 0.000 (layers 0.000 to 0.000); not broken" in text
+    assert "explains 25% of the energy" in text
+
+
+def test_what_a_reader_must_know_is_remarked(run: Run) -> None:
+    layers = layers_table(run)
+    failed = {"check": "a check", "value": 2.0, "limit": 1.0, "passed": False}
+    control = {"layer": 2, "control": "a control", "must": "hold", "value": 0.5, "limit": 1e-5, "passed": False}
+    text = " ".join(remarks(replace(run, skipped={7: "no gate"}, acceptance=(failed,), controls=(control,)), layers))
+    assert "check failed: a check: 2.0, limit 1.0" in text
+    assert "control failed in layer 2: a control: 5.0e-01, must be at most 1e-05" in text
+    assert "layer 7 was not analysed: no gate" in text
+    assert "the corpus was cut at --tokens" in text
