@@ -25,7 +25,7 @@ from torch import Tensor
 from analysis.errors import UserError
 from analysis.measures.asymmetry import tokens_seen
 from analysis.measures.estimates import Estimates
-from analysis.measures.jackknife import filled_blocks
+from analysis.measures.jackknife import filled_jackknife_blocks
 from analysis.measures.permutation_null import FEWEST_DRAWS
 from analysis.storage.directory import RUN_FILE, SCHEMA, staged
 from analysis.storage.hashing import sha256_of
@@ -108,7 +108,7 @@ class Run:
         """Whether every check and every control came out as it must."""
         return all(record["passed"] for record in (*self.acceptance, *self.controls))
 
-    def carriers(self) -> dict[int, list[Record]]:
+    def massive_activation_tokens(self) -> dict[int, list[Record]]:
         """For every layer whose numbers depend on a handful of tokens: those tokens, heaviest first."""
         return {
             index: [place | {"text": self.token_texts[int(place["token"])]} for place in layer.estimates.top_tokens()]
@@ -135,7 +135,7 @@ class Run:
             "corpus": list(self.corpus),
             "acceptance": list(self.acceptance),
             "controls": list(self.controls),
-            "carried_by_few_tokens": {str(index): places for index, places in self.carriers().items()},
+            "carried_by_few_tokens": {str(index): places for index, places in self.massive_activation_tokens().items()},
             "layers": {str(index): _describe(layer) for index, layer in self.layers.items()},
             "skipped_layers": {str(index): reason for index, reason in self.skipped.items()},
             "missing": self.missing(),
@@ -246,7 +246,7 @@ def _worse(first: Record, second: Record) -> Record:
 
 def _reasons(run: Run) -> Iterator[tuple[str, str]]:
     layers = run.layers.values()
-    if min(filled_blocks(layer.moments) for layer in layers) < 2:
+    if min(filled_jackknife_blocks(layer.moments) for layer in layers) < 2:
         yield "*_se", "a standard error needs counted tokens in at least two jackknife blocks: give more text"
     for column, alpha in MAIN_SCALES.items():
         if alpha not in run.settings["alphas"]:

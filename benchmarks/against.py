@@ -36,7 +36,7 @@ from benchmarks.common import long_corpus, peak_memory, report
 from hooks.corpus import Corpus
 from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.models import LoadedModel, load_model
-from hooks.reading.accumulators import stream_of
+from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import read_through
 
 LIMITS = {"analysis": 1e-5, "nnsight": 1e-5, "cache": 1e-3}
@@ -98,9 +98,11 @@ def _run(answer: Connection, way: str, name: str, tokens: int, batch: int) -> No
 
 
 def _analysed(model: LoadedModel, corpus: Corpus, batch: int) -> Sums:
-    streams = {layer: stream_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.sites.items()}
-    read_through(model, corpus, list(streams.values()), batch_size=batch, quiet=True)
-    return {layer: stream.found().moments.neuron.values.numpy() for layer, stream in streams.items()}
+    accumulators = {
+        layer: accumulator_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.sites.items()
+    }
+    read_through(model, corpus, list(accumulators.values()), batch_size=batch, quiet=True)
+    return {layer: accumulator.result().moments.neuron.values.numpy() for layer, accumulator in accumulators.items()}
 
 
 def _cached(model: LoadedModel, corpus: Corpus, batch: int) -> Sums:
@@ -118,7 +120,7 @@ def _cached(model: LoadedModel, corpus: Corpus, batch: int) -> Sums:
 def _traced(model: LoadedModel, corpus: Corpus, batch: int) -> Sums:
     from nnsight import NNsight
 
-    traced = NNsight(model.plain)
+    traced = NNsight(model.hf_model)
     kept: Kept = {layer: [] for layer in model.sites}
     for start in range(0, len(corpus.windows), batch):
         tokens = _tokens(corpus, start, batch)
@@ -145,7 +147,7 @@ def _statistics(model: LoadedModel, corpus: Corpus, batch: int, kept: Kept) -> S
         accumulator = Accumulator(len(site.q), reduce)
         for number, (a, b) in enumerate(kept[layer]):
             windows = corpus.windows[number * batch : (number + 1) * batch]
-            accumulator.add(a, b, Batch.of(windows, [corpus.block_of(window) for window in windows]))
+            accumulator.add(a, b, Batch.of(windows, [corpus.jackknife_block_of(window) for window in windows]))
         sums[layer] = accumulator.moments().neuron.values.numpy()
     return sums
 

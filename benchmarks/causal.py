@@ -18,7 +18,7 @@ from typing import Annotated
 import torch
 import typer
 
-from analysis.causal.edits import Exchange, Zero
+from analysis.causal.edits import PlainExchange, Zero
 from benchmarks.common import report
 from hooks.corpus import Corpus
 from hooks.loading.builtin import DEFAULT_MODEL
@@ -26,7 +26,7 @@ from hooks.models import LoadedModel, load_model
 from hooks.patching.partial_pass import full_pass
 from hooks.patching.sweep import sweep
 
-EDITS = {"exchange": Exchange(), "zero": Zero()}
+EDITS = {"exchange": PlainExchange(), "zero": Zero()}
 
 
 def main(

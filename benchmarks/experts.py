@@ -25,7 +25,7 @@ from benchmarks.common import long_corpus, report
 from benchmarks.overhead import timed
 from hooks.loading.network import base_of, run_whole
 from hooks.models import LoadedModel, load_model
-from hooks.reading.accumulators import stream_of
+from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import read_through
 from tests.helpers.tiny import tiny_tokenizer
 
@@ -61,11 +61,11 @@ def main(
 def _measured(name: str, model: LoadedModel, tokens: int, turns: int) -> dict[str, str | float]:
     corpus = long_corpus(model, tokens)
     batches = torch.stack([window.tokens for window in corpus.windows if len(window.tokens) == 256]).split(8)
-    streams = [stream_of(layer, DEFAULT_ALPHAS, DEFAULT_DRAWS, index) for index, layer in model.layers.items()]
+    accumulators = [accumulator_of(layer, DEFAULT_ALPHAS, DEFAULT_DRAWS, index) for index, layer in model.layers.items()]
     plain, whole = [], []
     for turn in range(turns + 1):
-        whole_s = timed(lambda: read_through(model, corpus, streams, batch_size=8, quiet=True), model.device)
-        plain_s = timed(lambda: [run_whole(base_of(model.plain), batch) for batch in batches], model.device)
+        whole_s = timed(lambda: read_through(model, corpus, accumulators, batch_size=8, quiet=True), model.device)
+        plain_s = timed(lambda: [run_whole(base_of(model.hf_model), batch) for batch in batches], model.device)
         if turn:  # the first one warms up
             plain.append(plain_s)
             whole.append(whole_s)

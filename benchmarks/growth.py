@@ -27,7 +27,7 @@ from benchmarks.common import long_corpus, report
 from hooks.corpus import Corpus
 from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.models import LoadedModel, load_model
-from hooks.reading.accumulators import stream_of
+from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import read_through
 
 
@@ -56,9 +56,9 @@ def _seconds(model: LoadedModel, corpus: Corpus, n_layers: int) -> float:
     sites = list(model.sites.items())[:n_layers]
 
     def run() -> None:
-        streams = [stream_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in sites]
+        accumulators = [accumulator_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in sites]
         started.append(time.perf_counter())
-        read_through(model, corpus, streams, quiet=True)
+        read_through(model, corpus, accumulators, quiet=True)
 
     started: list[float] = []
     return statistics.median(_timed(run, started) for _ in range(3))

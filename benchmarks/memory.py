@@ -22,7 +22,7 @@ from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from benchmarks.common import long_corpus, peak_memory, report
 from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.models import load_model
-from hooks.reading.accumulators import stream_of
+from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import read_through
 
 
@@ -50,8 +50,8 @@ def _run(answer: Connection, name: str, tokens: int) -> None:
     model = load_model(name)
     corpus = long_corpus(model, tokens)
     loaded, started = peak_memory(), time.perf_counter()
-    streams = [stream_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.layers.items()]
-    read_through(model, corpus, streams, quiet=True)
+    accumulators = [accumulator_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.layers.items()]
+    read_through(model, corpus, accumulators, quiet=True)
     answer.send((time.perf_counter() - started, loaded, peak_memory()))
 
 

@@ -35,7 +35,7 @@ from benchmarks.common import machine
 from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.loading.sources import load_files, locate
 from hooks.models import load_model, resolve_device, resolve_dtype
-from hooks.reading.accumulators import stream_of
+from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import read_through
 
 Ask = Callable[[str], float]
@@ -57,13 +57,15 @@ def main(
     model = load_model(name, dtype=dtype, device=device)
     corpus = model.read(context=context, max_tokens=batches * batch * context)
     tokens = torch.stack([window.tokens for window in corpus.windows]).split(batch)
-    streams = [stream_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.layers.items()]
+    accumulators = [accumulator_of(site, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, site in model.layers.items()]
     seconds: dict[str, list[float]] = {"plain": [], "no head": [], "analysis": []}
-    plainly = _here(model.plain, tokens) if model.device.type == "cuda" else _elsewhere(name, dtype, tokens, keep)
+    plainly = _here(model.hf_model, tokens) if model.device.type == "cuda" else _elsewhere(name, dtype, tokens, keep)
     with plainly as ask:
         for turn in range(pairs + 1):
             taken = {
-                "analysis": timed(lambda: read_through(model, corpus, streams, batch_size=batch, quiet=True), model.device),
+                "analysis": timed(
+                    lambda: read_through(model, corpus, accumulators, batch_size=batch, quiet=True), model.device
+                ),
                 "plain": ask("plain"),
                 "no head": ask("no head"),
             }

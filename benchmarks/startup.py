@@ -24,16 +24,16 @@ PROGRAM = """
 import time
 t = [time.perf_counter()]
 from hooks.models import load_model
-from hooks.reading.accumulators import stream_of
+from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import read_through
 from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
 t.append(time.perf_counter())
 model = load_model({name!r})
 t.append(time.perf_counter())
 corpus = model.read(max_tokens=2048)
-streams = [stream_of(s, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, s in model.layers.items()]
+accumulators = [accumulator_of(s, DEFAULT_ALPHAS, DEFAULT_DRAWS, layer) for layer, s in model.layers.items()]
 t.append(time.perf_counter())
-read_through(model, corpus, streams, quiet=True)
+read_through(model, corpus, accumulators, quiet=True)
 t.append(time.perf_counter())
 print(*(b - a for a, b in zip(t, t[1:])))
 """

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from analysis.causal.costs import CAUSAL_SCHEMA, Causal, OneByOne, from_tensors, tensors_of
+from analysis.causal.costs import CAUSAL_SCHEMA, Causal, SingleNeurons, from_tensors, tensors_of
 from analysis.causal.edits import DEFAULT_EDITS, Edit, existing_edits, make_edit
 from analysis.errors import UserError
 from analysis.run import Record, Run
@@ -13,9 +13,9 @@ from analysis.storage.progress import Progress
 from hooks.corpus import Corpus, Window
 from hooks.models import LoadedModel
 from hooks.patching.attribution import attribute
-from hooks.patching.edit_fits import fit_layers
+from hooks.patching.edit_coefficients import fit_coefficients
 from hooks.patching.partial_pass import Scored
-from hooks.patching.single_neurons import edit_one_by_one
+from hooks.patching.single_neurons import patch_single_neurons
 from hooks.patching.sweep import sweep
 
 MODES = ("none", "attribution", "exact", "both")
@@ -59,12 +59,14 @@ def measure_causal(
             another sweep.
     """
     if not model.predicts:
-        raise UserError(f"a {type(model.plain).__name__} predicts no next token, so edits have no cost: use --causal none")
+        raise UserError(
+            f"a {type(model.hf_model).__name__} predicts no next token, so edits have no cost: use --causal none"
+        )
     names = _names(edits, run)
     default = ATTRIBUTION_TOKENS if mode == "attribution" else EXACT_TOKENS
-    windows = spread(corpus.windows, n_tokens or default)
-    fits = fit_layers(model, windows, run)
-    made = {layer: {name: make_edit(name, fit) for name in names} for layer, fit in fits.items()}
+    windows = evenly_spaced(corpus.windows, n_tokens or default)
+    coefficients = fit_coefficients(model, windows, run)
+    made = {layer: {name: make_edit(name, fit) for name in names} for layer, fit in coefficients.items()}
     progress = None
     if folder is not None and mode in ("exact", "both"):
         progress = Progress.open(folder, _identity(run, windows, names, seed), resume)
@@ -77,11 +79,11 @@ def measure_causal(
     }
     attribution = attribute(model, windows, made) if mode in ("attribution", "both") else None
     costs = sweep(model, windows, made, seed=seed, progress=progress) if mode in ("exact", "both") else None
-    singly = _one_by_one(model, windows, made, names[0], seed, progress) if mode == "both" else None
+    singly = _single_neurons(model, windows, made, names[0], seed, progress) if mode == "both" else None
     return Causal(record, attribution, costs, singly)
 
 
-def spread(windows: Sequence[Window], n_tokens: int) -> list[Window]:
+def evenly_spaced(windows: Sequence[Window], n_tokens: int) -> list[Window]:
     """Windows evenly spread over the text with about this many tokens together, at least two where there are two."""
     usable = [window for window in windows if len(Scored.of(window)) > 0]
     if not usable:
@@ -117,19 +119,19 @@ def _identity(run: Run, windows: Sequence[Window], names: Sequence[str], seed: i
     }
 
 
-def _one_by_one(
+def _single_neurons(
     model: LoadedModel,
     windows: Sequence[Window],
     edits: Mapping[int, Mapping[str, Edit]],
     name: str,
     seed: int,
     progress: Progress | None,
-) -> OneByOne:
+) -> SingleNeurons:
     known = progress.finished("one-by-one") if progress else None
     if known:
-        return from_tensors(OneByOne, known)
+        return from_tensors(SingleNeurons, known)
     logger.info(f"single neurons: {name}")
-    found = edit_one_by_one(model, spread(windows, SINGLE_TOKENS), edits, name, seed=seed)
+    found = patch_single_neurons(model, evenly_spaced(windows, SINGLE_TOKENS), edits, name, seed=seed)
     if progress:
         progress.keep("one-by-one", tensors_of(found))
     return found

@@ -16,14 +16,14 @@ from analysis import __version__
 from analysis.errors import UserError
 from analysis.run import Layer, Run
 from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
-from analysis.sums.moments import N_BLOCKS, N_GROUPS
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS
 from hooks.corpus import Corpus
 from hooks.locating.sites import Mixture, Site
 from hooks.models import LoadedModel
 from hooks.reading.acceptance import acceptance_of
-from hooks.reading.accumulators import stream_of
+from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import batch_size_for, read_through
-from hooks.reading.first_window import controls_of, proved_on_text
+from hooks.reading.first_window import controls_of, verified_on_text
 
 SMALLEST_ALPHA, LARGEST_ALPHA = 1e-4, 1e4
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy", "numba")
@@ -82,7 +82,7 @@ def analyze(
         settings=settings_of(model, corpus, alphas, draws, seed),
         corpus=(corpus.description,),
         windows=corpus.window_keys,
-        acceptance=acceptance_of(model, corpus, found, controls, proved_on_text(model, corpus, chosen)),
+        acceptance=acceptance_of(model, corpus, found, controls, verified_on_text(model, corpus, chosen)),
         controls=controls,
         token_texts=_token_texts(model, found),
         skipped=skipped,
@@ -98,8 +98,8 @@ def settings_of(model: LoadedModel, corpus: Corpus, alphas: Sequence[float], dra
         "skip_positions": corpus.skip_positions,
         "alphas": [float(alpha) for alpha in alphas],
         "draws": draws,
-        "jackknife_blocks": N_BLOCKS,
-        "jackknife_groups_of_neurons": N_GROUPS,
+        "jackknife_blocks": N_JACKKNIFE_BLOCKS,
+        "jackknife_groups_of_neurons": N_JACKKNIFE_GROUPS,
         "seed": seed,
         "accumulation": "products in float32 or the model's dtype if wider, sums of up to 256 of them too, then float64",
     }
@@ -150,10 +150,10 @@ def collect(
     quiet: bool = False,
 ) -> tuple[dict[int, Layer], set[str]]:
     """Every layer with what was seen of it over the corpus, in one pass; and the kinds of reducers that took the sums."""
-    streams = {index: stream_of(layer, alphas, draws, seed + index) for index, layer in layers.items()}
-    read_through(model, corpus, list(streams.values()), batch_size=batch_size, quiet=quiet)
-    kinds = {kind for stream in streams.values() for kind in stream.kind.split(", ")}
-    return {index: stream.found() for index, stream in streams.items()}, kinds
+    accumulators = {index: accumulator_of(layer, alphas, draws, seed + index) for index, layer in layers.items()}
+    read_through(model, corpus, list(accumulators.values()), batch_size=batch_size, quiet=quiet)
+    kinds = {kind for accumulator in accumulators.values() for kind in accumulator.kind.split(", ")}
+    return {index: accumulator.result() for index, accumulator in accumulators.items()}, kinds
 
 
 def _device_name(device: torch.device) -> str:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from analysis.errors import UserError
 from analysis.sums.batch import Window
-from analysis.sums.reducer import N_BLOCKS
+from analysis.sums.reducer import N_JACKKNIFE_BLOCKS
 
 SAMPLE = "sample"
 DEFAULT_CONTEXT = 256
@@ -57,9 +57,9 @@ class Corpus:
         """A number for each window of this shard, made from its place and its tokens: equal only for the same window."""
         return torch.tensor([_key(window) for window in self.windows])
 
-    def block_of(self, window: Window) -> int:
+    def jackknife_block_of(self, window: Window) -> int:
         """The jackknife block of a window: consecutive windows of the whole corpus share one, whatever the shard."""
-        return window.index * N_BLOCKS // self.n_windows
+        return window.index * N_JACKKNIFE_BLOCKS // self.n_windows
 
     @property
     def n_tokens(self) -> int:

@@ -33,7 +33,7 @@ from hooks.loading.network import blocks_of, outputs_of
 from hooks.loading.sources import Source, first_line, load_files, locate
 from hooks.locating.bridge import named, wrap
 from hooks.locating.expected import configured_activations
-from hooks.locating.sites import Found, Mixture, Site
+from hooks.locating.sites import LocatedLayers, Mixture, Site
 from hooks.locating.verify import find_sites
 from hooks.tolerance import OUTPUT_SLACK, TOLERANCE, relative_error
 
@@ -50,22 +50,22 @@ class LoadedModel:
     """A model, its proven sites, and what a report must say about it.
 
     Attributes:
-        plain: the model as Hugging Face runs it.
+        hf_model: the model as Hugging Face runs it.
         bridge: the same model in TransformerLens, with the same weights and projections; None where it has no such view.
         tokenizer: encodes text; TransformerLens may have given it special tokens that the model does not know.
         bos: the token that the model expects before a text, or None: asked of the tokenizer as its authors ship it,
             because TransformerLens puts a BOS before every text of every model that has one.
-        found: layers that proved themselves, and reasons of those that did not.
+        located: layers that proved themselves, and reasons of those that did not.
         description: the ``model`` part of a run's provenance.
         acceptance: the checks made at load, each with value, limit and verdict.
         passing: held while something listens, for it hears whatever pass goes by: the two views share modules.
     """
 
-    plain: PreTrainedModel
+    hf_model: PreTrainedModel
     bridge: TransformerBridge | None
     tokenizer: PreTrainedTokenizerBase
     bos: int | None
-    found: Found
+    located: LocatedLayers
     description: Record
     acceptance: tuple[Record, ...]
     passing: AbstractContextManager[Any] = field(default_factory=threading.RLock, repr=False, compare=False)
@@ -73,12 +73,12 @@ class LoadedModel:
     @property
     def sites(self) -> dict[int, Site]:
         """Dense layers, by index."""
-        return self.found.sites
+        return self.located.sites
 
     @property
     def mixtures(self) -> dict[int, Mixture]:
         """Layers of experts, by index."""
-        return self.found.mixtures
+        return self.located.mixtures
 
     @property
     def layers(self) -> dict[int, Site | Mixture]:
@@ -89,40 +89,40 @@ class LoadedModel:
     @property
     def skipped(self) -> dict[int, str]:
         """Reasons of the layers that are neither."""
-        return self.found.skipped
+        return self.located.skipped
 
     @property
     def network(self) -> nn.Module:
         """What a pass runs: the model itself, or the wrapped one if somebody has hooked something to that."""
         if self.bridge is None:
-            return self.plain
+            return self.hf_model
         hooks = (hook for point in self.bridge.hook_dict.values() for hook in point._forward_hooks.values())
         hooked = any(not getattr(hook, "__module__", "").startswith("hooks.") for hook in hooks)
-        return self.bridge.original_model if hooked else self.plain
+        return self.bridge.original_model if hooked else self.hf_model
 
     def blocks(self, network: nn.Module) -> nn.ModuleList:
         """The blocks of either view."""
-        return self._blocks if network is self.plain or self.bridge is None else self.bridge.blocks
+        return self._blocks if network is self.hf_model or self.bridge is None else self.bridge.blocks
 
     @cached_property
     def _blocks(self) -> nn.ModuleList:
-        return blocks_of(self.plain, self.description["n_layers"])
+        return blocks_of(self.hf_model, self.description["n_layers"])
 
     @property
     def predicts(self) -> bool:
         """Whether it predicts the next token, so that a change of it has a cost."""
-        name = type(self.plain).__name__
+        name = type(self.hf_model).__name__
         return name in _CAUSAL or name.endswith("ForCausalLM")
 
     @property
     def device(self) -> torch.device:
         """Where its inputs have to be."""
-        return place_of(self.plain)
+        return place_of(self.hf_model)
 
     @property
     def context_limit(self) -> int | None:
         """The longest window the model was made for, where it says so."""
-        text = self.plain.config.get_text_config()
+        text = self.hf_model.config.get_text_config()
         return next((n for key in ("max_position_embeddings", "n_positions") if (n := getattr(text, key, None))), None)
 
     def read(
@@ -185,27 +185,27 @@ def load_model(
         model, place = model.eval(), place_of(model)
         _check_weights(model, name)
         probe, bos = _probe(model).to(place), _bos(tokenizer)
-        plain = model if is_spread(model) else _plain(model)  # what moves weights about is tied to its modules
+        hf_model = model if is_spread(model) else _twin(model)  # what moves weights about is tied to its modules
         with _eager(model):  # as TransformerLens needs it: what is compared is the wrapping alone
             reference = _first_outputs(model, probe, name)
         limit = LOGIT_SLACK * max(TOLERANCE[precision], TOLERANCE[torch.float32])
-        plain_error = _with_fast_attention(plain, probe, reference, limit)
-        found = find_sites(plain, probe)
-        if not found.sites and not found.mixtures:
-            raise UserError(f"{name} has no gated MLP that can be analysed: {_commonest(found.skipped)}")
+        fast_attention_error = _with_fast_attention(hf_model, probe, reference, limit)
+        located = find_sites(hf_model, probe)
+        if not located.sites and not located.mixtures:
+            raise UserError(f"{name} has no gated MLP that can be analysed: {_commonest(located.skipped)}")
         if bos is not None:
             tokenizer.init_kwargs["add_bos_token"] = True  # it does so already; unsaid, TransformerLens loads it again
-        bridge, view = _view(model, plain, tokenizer, name, precision, probe, reference, limit)
+        bridge, view = _view(model, hf_model, tokenizer, name, precision, probe, reference, limit)
         if bridge is not None:
-            found = replace(found, sites=named(found.sites, plain, bridge, probe))
-    description = _describe(model, source, found, dtype)
-    acceptance = _acceptance(found, view, plain_error, precision, limit)
-    return LoadedModel(plain, bridge, tokenizer, bos, found, description, acceptance)
+            located = replace(located, sites=named(located.sites, hf_model, bridge, probe))
+    description = _describe(model, source, located, dtype)
+    acceptance = _acceptance(located, view, fast_attention_error, precision, limit)
+    return LoadedModel(hf_model, bridge, tokenizer, bos, located, description, acceptance)
 
 
 def _view(
     model: PreTrainedModel,
-    plain: PreTrainedModel,
+    hf_model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     name: str,
     precision: torch.dtype,
@@ -217,7 +217,7 @@ def _view(
     check = "logits with and without TransformerLens"
     if _lacks_head(model):
         return None, None
-    if model is plain:
+    if model is hf_model:
         said = {
             "check": check,
             "value": "none: the model is spread over devices",
@@ -231,7 +231,7 @@ def _view(
         try:
             error = relative_error(outputs_of(bridge.original_model, probe), reference)
         except Exception as failure:  # a family that it takes for another one
-            bridge, reason = None, f"TransformerLens cannot run a {type(plain).__name__} ({type(failure).__name__})"
+            bridge, reason = None, f"TransformerLens cannot run a {type(hf_model).__name__} ({type(failure).__name__})"
         else:
             if error <= limit:
                 return bridge, at_most(check, error, limit)
@@ -294,7 +294,7 @@ def _with_random_weights(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         return type(model)(model.config)
 
 
-def _plain(model: PreTrainedModel) -> PreTrainedModel:
+def _twin(model: PreTrainedModel) -> PreTrainedModel:
     """The same model once more: its innermost modules, and so its weights, are shared; the tree above is its own."""
     configs: dict[int, Any] = {}
 
@@ -363,22 +363,22 @@ def _with_eager_attention(model: PreTrainedModel) -> None:
         model.set_experts_implementation("eager")
 
 
-def _with_fast_attention(plain: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference: Tensor, limit: float) -> float:
+def _with_fast_attention(hf_model: PreTrainedModel, probe: Int[Tensor, "1 pos"], reference: Tensor, limit: float) -> float:
     """Error of the plain model's logits with its own attention; with eager attention if that is beyond the limit."""
     with suppress(RuntimeError):  # not every kernel takes every dtype
-        error = relative_error(outputs_of(plain, probe), reference)
+        error = relative_error(outputs_of(hf_model, probe), reference)
         if error <= limit:
             return error
-    _with_eager_attention(plain)  # not every kernel knows of soft caps and sinks
-    return relative_error(outputs_of(plain, probe), reference)
+    _with_eager_attention(hf_model)  # not every kernel knows of soft caps and sinks
+    return relative_error(outputs_of(hf_model, probe), reference)
 
 
 def _acceptance(
-    found: Found, view: Record | None, plain_error: float, precision: torch.dtype, limit: float
+    located: LocatedLayers, view: Record | None, fast_attention_error: float, precision: torch.dtype, limit: float
 ) -> tuple[Record, ...]:
     tolerance = TOLERANCE[precision]
-    experts = [site for mixture in found.mixtures.values() for site in mixture.routed]
-    dense = [*found.sites.values(), *(mixture.shared for mixture in found.mixtures.values() if mixture.shared)]
+    experts = [site for mixture in located.mixtures.values() for site in mixture.routed]
+    dense = [*located.sites.values(), *(mixture.shared for mixture in located.mixtures.values() if mixture.shared)]
     checks = []
     if dense:
         checks += [
@@ -388,16 +388,16 @@ def _acceptance(
     if experts:
         worst = max(site.output_error for site in experts)
         checks.append(("experts' output from q, k, v and routing, largest over layers", worst, OUTPUT_SLACK * tolerance))
-    reads = at_most("logits of the pass that reads, with its own attention", plain_error, limit)
+    reads = at_most("logits of the pass that reads, with its own attention", fast_attention_error, limit)
     return (*(at_most(*check) for check in checks), *([] if view is None else [view]), reads)
 
 
-def _describe(model: PreTrainedModel, source: Source, found: Found, dtype: str) -> Record:
+def _describe(model: PreTrainedModel, source: Source, located: LocatedLayers, dtype: str) -> Record:
     text = model.config.get_text_config()
     stored = getattr(model.config, "quantization_config", None)
     kept = f"quantized: {stored}" if stored else f"safetensors, {str(text.dtype).removeprefix('torch.')}"
     weights = source.weights_format or kept
-    layers: list[Site | Mixture] = [*found.sites.values(), *found.mixtures.values()]
+    layers: list[Site | Mixture] = [*located.sites.values(), *located.mixtures.values()]
     return {
         "name": source.name,
         "fingerprint": source.fingerprint,

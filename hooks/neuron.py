@@ -25,12 +25,12 @@ from analysis.weights.experts import SHARED, expert_name
 from analysis.weights.readouts import Readout, Similar, cosines, ends, excitation, nearest, pair_cosines, promoted
 from hooks.collect import machine_of, select_layers, settings_of
 from hooks.corpus import Corpus
-from hooks.loading.network import find_ends
+from hooks.locating.ends import find_ends
 from hooks.locating.routing import Routing
 from hooks.locating.sites import Mixture, Site
 from hooks.models import LoadedModel
-from hooks.reading.accumulators import geometry_of_layer, stream_of
-from hooks.reading.batches import Stream, read_through
+from hooks.reading.accumulators import accumulator_of, geometry_of_layer
+from hooks.reading.batches import ActivationAccumulator, read_through
 
 DEFAULT_TOP = 8
 """Contexts of each sign pair, tokens at each end of a read-out, like neurons of the same layer and of others."""
@@ -94,10 +94,10 @@ def inspect_neuron(
     loaded = None if run is None else Run.load(run)
     saved = None if loaded is None else _layer_in(loaded, model, whole_layer, str(run))
     index, column = place.neuron, first + place.neuron
-    close = _close_stream(whole_layer, site, index, top)
-    whole = None if saved else stream_of(whole_layer, DEFAULT_ALPHAS, DEFAULT_DRAWS, seed + place.layer)
+    close = _neuron_accumulator(whole_layer, site, index, top)
+    whole = None if saved else accumulator_of(whole_layer, DEFAULT_ALPHAS, DEFAULT_DRAWS, seed + place.layer)
     read_through(model, corpus, [close] if whole is None else [close, whole], batch_size=batch_size, quiet=quiet)
-    measured = saved or whole.found()  # type: ignore[union-attr]
+    measured = saved or whole.result()  # type: ignore[union-attr]
     readouts, output_gain = _readouts(model, site, index, top)
     settings = settings_of(model, corpus, DEFAULT_ALPHAS, DEFAULT_DRAWS, seed) if loaded is None else loaded.settings
     return NeuronRecord(
@@ -122,7 +122,7 @@ def inspect_neuron(
     )
 
 
-class NeuronStream(Stream):
+class NeuronAccumulator(ActivationAccumulator):
     """One neuron as it is read: only its own a and b are kept."""
 
     def __init__(self, layer: Site | Mixture, site: Site, neuron: int, size: int) -> None:
@@ -135,11 +135,11 @@ class NeuronStream(Stream):
     def is_finite(self) -> Bool[Tensor, ""]:
         return torch.tensor(self._finite)
 
-    def keep(self, heard: Float[Tensor, "*place d_mlp"]) -> Float[Tensor, "*place"]:
-        return heard[..., self._neuron].double().cpu()
+    def keep(self, captured: Float[Tensor, "*place d_mlp"]) -> Float[Tensor, "*place"]:
+        return captured[..., self._neuron].double().cpu()
 
-    def take(self, heard: dict[str, Any], batch: Batch) -> None:
-        a, b = (heard.pop(symbol).reshape(len(batch.windows), -1) for symbol in "ab")
+    def take(self, captured: dict[str, Any], batch: Batch) -> None:
+        a, b = (captured.pop(symbol).reshape(len(batch.windows), -1) for symbol in "ab")
         self._take(a, b, torch.ones_like(a, dtype=torch.bool), batch)
 
     def _take(
@@ -157,23 +157,23 @@ class NeuronStream(Stream):
             self.seen += Seen.of(mine_a, mine_b, self._site.unit, window, self._size)
 
 
-class ExpertNeuronStream(NeuronStream):
+class ExpertNeuronAccumulator(NeuronAccumulator):
     """One neuron of an expert, at the tokens that are sent to it."""
 
-    def keep(self, heard: Any) -> Any:
-        if not isinstance(heard, Routing):
+    def keep(self, captured: Any) -> Any:
+        if not isinstance(captured, Routing):
             return None
         site, own = self._site, slice(self._neuron, self._neuron + 1)
-        row, _ = heard.by_expert(int(site.expert or 0) + 1)[-1]
+        row, _ = captured.by_expert(int(site.expert or 0) + 1)[-1]
         pairs = zip(site.weights.matrices[:2], site.weights.biases[:2], strict=True)
         a, b = (
-            linear(heard.x[row], weight[own], None if bias is None else bias[own])[:, 0].double().cpu()
+            linear(captured.x[row], weight[own], None if bias is None else bias[own])[:, 0].double().cpu()
             for weight, bias in pairs
         )
-        return heard.place[row].cpu(), a, b
+        return captured.place[row].cpu(), a, b
 
-    def take(self, heard: dict[str, Any], batch: Batch) -> None:
-        place, a, b = heard.pop("routing")
+    def take(self, captured: dict[str, Any], batch: Batch) -> None:
+        place, a, b = captured.pop("routing")
         shape = len(batch.windows), max(len(window.tokens) for window in batch.windows)
         whole = torch.full((2, shape[0] * shape[1]), torch.nan, dtype=torch.float64)
         whole[:, place] = torch.stack([a, b])
@@ -182,10 +182,10 @@ class ExpertNeuronStream(NeuronStream):
         self._take(whole[0].view(shape), whole[1].view(shape), there.view(shape), batch)
 
 
-def _close_stream(layer: Site | Mixture, site: Site, index: int, size: int) -> NeuronStream:
+def _neuron_accumulator(layer: Site | Mixture, site: Site, index: int, size: int) -> NeuronAccumulator:
     if site.expert is None or site.expert == SHARED:  # every token reaches it
-        return NeuronStream(site, site, index, size)
-    return ExpertNeuronStream(layer, site, index, size)
+        return NeuronAccumulator(site, site, index, size)
+    return ExpertNeuronAccumulator(layer, site, index, size)
 
 
 def _site_of(layer: Site | Mixture, place: Place) -> tuple[Site, int]:
@@ -229,7 +229,7 @@ def _layer_in(run: Run, model: LoadedModel, layer: Site | Mixture, directory: st
 def _readouts(model: LoadedModel, site: Site, index: int, top: int) -> tuple[dict[str, Readout], str]:
     """What v promotes and suppresses, and what excites q and k; with the final norm's gain in words."""
     probe = torch.arange(2, 10, device=model.device)[None]
-    found = find_ends(model.plain, probe, model.description["d_model"])
+    found = find_ends(model.hf_model, probe, model.description["d_model"])
     if found is None:
         return {}, "none: the embeddings are not as wide as the residual stream"
     values = {

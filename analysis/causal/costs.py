@@ -40,17 +40,17 @@ CONTROL_LIMIT = {"float64": 1e-6, "float32": 1e-6, "float16": 1e-3, "bfloat16": 
 BASE_LIMIT = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}
 """Nats per token by which a pass from a block on may miss the cross-entropy of a whole pass."""
 
-Sums = Float64[Tensor, "*case sequence"]
+CostSums = Float64[Tensor, "*case sequence"]
 Counts = Int64[Tensor, " sequence"]
-Fields = TypeVar("Fields", "LayerCosts", "LayerAttribution", "OneByOne")
+Fields = TypeVar("Fields", "LayerCosts", "LayerAttribution", "SingleNeurons")
 
 
-def per_token(sums: Sums, n_tokens: Counts) -> Float64[Tensor, "*case"]:
+def per_token(sums: CostSums, n_tokens: Counts) -> Float64[Tensor, "*case"]:
     """The mean over all tokens, a ratio of sums."""
     return sums.sum(dim=-1) / n_tokens.sum()
 
 
-def error_per_token(sums: Sums, n_tokens: Counts) -> Float64[Tensor, "*case"]:
+def error_per_token(sums: CostSums, n_tokens: Counts) -> Float64[Tensor, "*case"]:
     """The standard error of ``per_token`` over sequences; NaN with fewer than two."""
     residual = sums - per_token(sums, n_tokens)[..., None] * n_tokens
     return _ratio_error(residual.square().sum(dim=-1), n_tokens)
@@ -199,7 +199,7 @@ class Attribution:
 
 
 @dataclass(frozen=True)
-class OneByOne:
+class SingleNeurons:
     """Neurons edited one at a time: what first order predicted and what it cost, on the same tokens.
 
     Attributes:
@@ -222,13 +222,13 @@ class Causal:
     Attributes:
         record: how: windows, tokens, seed, what the fitted edits were fitted on.
         attribution, sweep: as far as they were asked for.
-        one_by_one: the first of the edits, neuron by neuron; only where both were asked for.
+        single_neurons: the first of the edits, neuron by neuron; only where both were asked for.
     """
 
     record: dict[str, Any]
     attribution: Attribution | None = None
     sweep: Sweep | None = None
-    one_by_one: OneByOne | None = None
+    single_neurons: SingleNeurons | None = None
 
     def checks(self, dtype: str) -> tuple[dict[str, Any], ...]:
         """The sweep's checks, none without one."""
@@ -249,8 +249,8 @@ class Causal:
             tensors |= {f"{name}.n_tokens": part.n_tokens, f"{name}.base": part.base}
             for index, layer in part.layers.items():
                 tensors |= {f"{name}.{index}.{key}": value for key, value in tensors_of(layer).items()}
-        if self.one_by_one is not None:
-            tensors |= {f"one_by_one.{key}": value for key, value in tensors_of(self.one_by_one).items()}
+        if self.single_neurons is not None:
+            tensors |= {f"one_by_one.{key}": value for key, value in tensors_of(self.single_neurons).items()}
         metadata = {"document": json.dumps(document, ensure_ascii=False, allow_nan=False)}
         save_file({key: value.contiguous() for key, value in tensors.items()}, folder / CAUSAL_FILE, metadata)
         shutil.copymode(folder / RUN_FILE, folder / CAUSAL_FILE)  # safetensors writes for its owner alone
@@ -272,7 +272,7 @@ class Causal:
             raise UserError(f"{path} is not readable ({type(error).__name__}: {error}): analyze again") from error
 
 
-def tensors_of(part: LayerCosts | LayerAttribution | OneByOne) -> dict[str, Tensor]:
+def tensors_of(part: LayerCosts | LayerAttribution | SingleNeurons) -> dict[str, Tensor]:
     """The fields by name, for writing."""
     return {item.name: getattr(part, item.name) for item in fields(part)}
 
@@ -308,5 +308,5 @@ def _read(document: dict[str, Any], tensors: dict[str, Tensor]) -> Causal:
         shared = tensors["sweep.n_tokens"], tensors["sweep.base"]
         causal = replace(causal, sweep=Sweep(tuple(part["edits"]), *shared, costs, part["n_blocks"], part["clean_seconds"]))
     if "one_by_one.layer" in tensors:
-        causal = replace(causal, one_by_one=from_tensors(OneByOne, tensors, "one_by_one."))
+        causal = replace(causal, single_neurons=from_tensors(SingleNeurons, tensors, "one_by_one."))
     return causal

@@ -45,7 +45,7 @@ class Edit(ABC):
 
 
 @dataclass(frozen=True)
-class Exchange(Edit):
+class PlainExchange(Edit):
     """g(b, a)."""
 
     def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
@@ -150,7 +150,7 @@ class Rescaled(Edit):
 
 
 @dataclass(frozen=True)
-class Fit:
+class EditCoefficients:
     """What the fitted edits know of a layer, one number a neuron.
 
     Attributes:
@@ -168,8 +168,8 @@ class Fit:
 
 LIMITS = {"bilinear-limit": 0.0, "relu-limit": math.inf}
 _SCALE = "scale:"
-_MAKERS: dict[str, Callable[[Fit], Edit]] = {
-    "exchange": lambda _: Exchange(),
+_MAKERS: dict[str, Callable[[EditCoefficients], Edit]] = {
+    "exchange": lambda _: PlainExchange(),
     "exchange-balanced": lambda fit: BalancedExchange(fit.balance),
     "flip": lambda _: Scale(-1.0),
     "bilinear": lambda fit: Bilinear(fit.bilinear),
@@ -189,7 +189,7 @@ DEFAULT_EDITS = (
 )
 
 
-def make_edit(name: str, fit: Fit) -> Edit:
+def make_edit(name: str, fit: EditCoefficients) -> Edit:
     """The edit of that name for the layer that the fit is of."""
     return Scale(float(name.removeprefix(_SCALE))) if name.startswith(_SCALE) else _MAKERS[name](fit)
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from analysis.measures import asymmetry as measures
 from analysis.measures.asymmetry import LAYER_MEASURES, REPAIRED_NULLS, excess_over_repaired
 from analysis.measures.false_discovery import false_discovery
-from analysis.measures.gaussian_null import Law, Parts, gaussian_nulls
+from analysis.measures.gaussian_null import GaussianFit, Parts, gaussian_nulls
 from analysis.measures.jackknife import (
     bilinear_share_replicates,
-    filled_blocks,
+    filled_jackknife_blocks,
     gate_positive_error,
     group_pooled_replicates,
     jackknife,
@@ -30,7 +30,7 @@ from analysis.measures.jackknife import (
     pooled_error,
     quantile_error,
 )
-from analysis.measures.permutation_null import experts_pairing_variance
+from analysis.measures.permutation_null import experts_permutation_variance
 from analysis.sums.layout import MAIN_SCALES, QUADRANTS, Sums, scaling_name
 from analysis.sums.moments import Moments
 from analysis.units.registry import Unit
@@ -93,7 +93,7 @@ class Estimates:
     @cached_property
     def gaussian(self) -> dict[str, Parts]:
         """The Gaussian null of both exchanges and of scaling at every α, summed over the tokens that each neuron saw."""
-        law, layout = Law.of(self.moments.neuron), self.moments.layout
+        law, layout = GaussianFit.of(self.moments.neuron), self.moments.layout
         nulls = gaussian_nulls(law, self.unit, self.geometry.balance, layout.alphas)
         return {name: null.summed(self.moments.neuron["weight"]) for name, null in nulls.items()}
 
@@ -103,7 +103,7 @@ class Estimates:
         layout = self.moments.layout.by_neuron_and_group
 
         def parts(sums: Sums) -> Float64[Tensor, "null part d_mlp"]:
-            nulls = gaussian_nulls(Law.of(sums), self.unit, self.geometry.balance, layout.alphas, ERROR_NODES)
+            nulls = gaussian_nulls(GaussianFit.of(sums), self.unit, self.geometry.balance, layout.alphas, ERROR_NODES)
             summed = [null.summed(sums["weight"]) for null in nulls.values()]
             return torch.stack([torch.stack([null.gap, null.scale]) for null in summed])
 
@@ -116,7 +116,7 @@ class Estimates:
         numbers: dict[str, int | float] = {
             "n_neurons": len(weight),
             "n_tokens": moments.n_tokens,
-            "n_blocks": filled_blocks(moments),
+            "n_blocks": filled_jackknife_blocks(moments),
         }
         for name in (*GAUSSIAN_NULLS, *(name for name in TOKEN_MEASURES if name not in GAUSSIAN_NULLS)):
             numbers |= self._pooled(name) | self._over_tokens(name)
@@ -161,7 +161,7 @@ class Estimates:
         columns["bilinear_share_se"] = neuron_error(measures.bilinear_share, self.moments)
         columns["bilinear_coef"] = measures.bilinear_coefficient(sums)
         columns["energy_share"] = weight * sums["hh"] / (weight @ sums["hh"])
-        columns |= vars(Law.of(sums))
+        columns |= vars(GaussianFit.of(sums))
         if self.experts is not None:
             columns["n_tokens"] = measures.tokens_seen(sums).long()
         for quadrant, tokens in zip(QUADRANTS, measures.quadrant_tokens(sums), strict=True):
@@ -380,7 +380,7 @@ class Estimates:
         gap, scale = (part * self.geometry.value_weight for part in self._draws(name))
         total = scale.sum() / len(scale)
         linear = (gap - gap.sum() / scale.sum() * scale) / total
-        pairing = experts_pairing_variance(linear, self.partners, self.experts) * self._pairings_compared(name)
+        pairing = experts_permutation_variance(linear, self.partners, self.experts) * self._pairings_compared(name)
         return math.sqrt(float(pooled_error(excess_over_repaired(name), self.moments)) ** 2 + pairing)
 
     def _neuron_excess_repaired_error(self, name: str) -> Neurons:

@@ -41,7 +41,7 @@ Neurons = Float64[Tensor, " d_mlp"]
 
 
 @dataclass(frozen=True)
-class Law:
+class GaussianFit:
     """Means, standard deviations (population) and correlation of a and b of each neuron; all NaN where it saw no token.
 
     In a mixture of experts a token counts with the square of its routing weight, as in the energies.
@@ -55,7 +55,7 @@ class Law:
     corr_ab: Neurons
 
     @classmethod
-    def of(cls, sums: Sums) -> "Law":
+    def of(cls, sums: Sums) -> "GaussianFit":
         """From first and second moments; the correlation is NaN where a or b is constant."""
         weight = sums["weight"]
         mean_a, mean_b = sums["a"] / weight, sums["b"] / weight
@@ -85,7 +85,9 @@ class Parts:
         return float(self.gap @ weight / (self.scale @ weight))
 
 
-def gaussian_nulls(law: Law, unit: Unit, balance: Neurons, alphas: Sequence[float], nodes: int = NODES) -> dict[str, Parts]:
+def gaussian_nulls(
+    law: GaussianFit, unit: Unit, balance: Neurons, alphas: Sequence[float], nodes: int = NODES
+) -> dict[str, Parts]:
     """The Gaussian null of ``exchange``, ``exchange_balanced``, and of scaling at every α by ``scaling_name``."""
     if not unit.is_pointwise:
         nothing = Parts(*[torch.full_like(law.mean_a, torch.nan)] * 2)
@@ -125,7 +127,7 @@ class _Mehler:
         return Parts(gap.clamp(min=0), 2 * (before + after))
 
 
-def _bounded_scaling_nulls(law: Law, unit: Unit, alphas: Sequence[float], nodes: int) -> dict[str, Parts]:
+def _bounded_scaling_nulls(law: GaussianFit, unit: Unit, alphas: Sequence[float], nodes: int) -> dict[str, Parts]:
     """Scaling where up is not linear: as exchange, with the integrals on an even grid."""
     points, transform = _even(nodes, FINER * PER_NODE * nodes)
     mehler, a, b = _Mehler(transform, law.corr_ab), law.mean_a + law.std_a * points, law.mean_b + law.std_b * points
@@ -136,7 +138,7 @@ def _bounded_scaling_nulls(law: Law, unit: Unit, alphas: Sequence[float], nodes:
     return nulls
 
 
-def _scaling_nulls(law: Law, unit: Unit, alphas: Sequence[float], nodes: int) -> dict[str, Parts]:
+def _scaling_nulls(law: GaussianFit, unit: Unit, alphas: Sequence[float], nodes: int) -> dict[str, Parts]:
     """Scaling where up(b) = b: given a, b² has the mean (m + ρsx)² + s²(1 − ρ²), and one integral over x remains.
 
     It is done on an even grid, which resolves a gate that is narrow against a wide a where few Hermite nodes do not.

@@ -9,7 +9,7 @@ blocks that hold tokens and R_(k) the number without block k,
 of sums, to first order; an interval is ± t_{K−1} SE. It does not know of tokens that the corpus does not hold: the error is
 about this kind of text.
 
-Layers have ``N_BLOCKS`` blocks; single neurons have ``N_GROUPS`` groups of them.
+Layers have ``N_JACKKNIFE_BLOCKS`` blocks; single neurons have ``N_JACKKNIFE_GROUPS`` groups of them.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from analysis.measures.asymmetry import Measure, layer_bilinear_share
 from analysis.sums.layout import Sums
-from analysis.sums.moments import N_BLOCKS, N_GROUPS, Moments, histogram_quantile
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Moments, histogram_quantile
 
-FEW_BLOCKS = 8
+FEW_JACKKNIFE_BLOCKS = 8
 """With fewer blocks an error is itself very uncertain."""
 NOTHING_LEFT = 1e-5
 """Of a neuron's Σ r², what is taken for none without a group of blocks: sums of groups are kept in single precision."""
 
 
-def filled_blocks(moments: Moments) -> int:
+def filled_jackknife_blocks(moments: Moments) -> int:
     """How many blocks hold at least one counted token."""
     return int((moments.blocks > 0).sum())
 
@@ -64,7 +64,7 @@ def neuron_replicates(function: Callable[[Sums], Tensor], moments: Moments) -> F
 
     The sums are those of ``layout.by_neuron_and_group``; 0 for a neuron that saw all its tokens in the group left out.
     """
-    tokens = moments.blocks.reshape(N_GROUPS, N_BLOCKS // N_GROUPS).sum(dim=1)
+    tokens = moments.blocks.reshape(N_JACKKNIFE_GROUPS, N_JACKKNIFE_BLOCKS // N_JACKKNIFE_GROUPS).sum(dim=1)
     total = moments.layout.narrow(moments.neuron.values)
     groups = (group for group, n in zip(moments.neuron_groups, tokens, strict=True) if n > 0)
     return torch.stack([function(_without(group, total, moments)) for group in groups], dim=-1)

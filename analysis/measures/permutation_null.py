@@ -20,7 +20,7 @@ FEWEST_DRAWS = 3
 _SWEEPS = 100
 
 
-def pairing_variance(parts: Float64[Tensor, "draw d_mlp"], partners: Int64[Tensor, "draw d_mlp"]) -> float:
+def permutation_variance(parts: Float64[Tensor, "draw d_mlp"], partners: Int64[Tensor, "draw d_mlp"]) -> float:
     """The variance of Σ_j u(j, π(j)) over random pairings π; NaN with fewer than ``FEWEST_DRAWS`` pairings.
 
     Args:
@@ -39,11 +39,11 @@ def pairing_variance(parts: Float64[Tensor, "draw d_mlp"], partners: Int64[Tenso
     return float(d_mlp * rest.square().sum() / freedom)
 
 
-def experts_pairing_variance(
+def experts_permutation_variance(
     parts: Float64[Tensor, "draw d_mlp"], partners: Int64[Tensor, "draw d_mlp"], experts: Experts | None
 ) -> float:
     """The same where partners are of the own expert only: every expert has a permutation of its own."""
     if experts is None:
-        return pairing_variance(parts, partners)
+        return permutation_variance(parts, partners)
     neurons = expert_slices(experts).values()
-    return math.fsum(pairing_variance(parts[:, mine], partners[:, mine] - mine.start) for mine in neurons)
+    return math.fsum(permutation_variance(parts[:, mine], partners[:, mine] - mine.start) for mine in neurons)

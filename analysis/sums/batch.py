@@ -30,14 +30,14 @@ class Tile(NamedTuple):
     Attributes:
         places: their places.
         live: which of them are there and not padding, which repeats the last one; None where there is no padding.
-        root_weight: their routing weights; None where all are 1.
+        routing_weight: their routing weights; None where all are 1.
         n_tokens: how many are there.
         block: their jackknife block.
     """
 
     places: Int64[Tensor, "chunk token"]
     live: Bool[Tensor, "chunk token"] | None
-    root_weight: Float[Tensor, "chunk token"] | None
+    routing_weight: Float[Tensor, "chunk token"] | None
     n_tokens: int
     block: int
 
@@ -56,7 +56,7 @@ class Batch:
         places: window, position, token id, and 1 if the token is counted, of every place; −1 in the padding.
         runs: stretches of counted tokens that belong to one jackknife block: first, last + 1, block.
         blocks: the jackknife block of every counted token.
-        root_weight: the routing weight r of every place, by whose square energies are weighted; None where all are 1.
+        routing_weight: the routing weight r of every place, by whose square energies are weighted; None where all are 1.
         ranks: of every counted token, its number among those of the batch that it was routed from; None in a whole batch.
     """
 
@@ -67,7 +67,7 @@ class Batch:
     places: Int64[Tensor, "4 place"]
     runs: tuple[tuple[int, int, int], ...]
     blocks: Int64[Tensor, " token"]
-    root_weight: Float[Tensor, " place"] | None = None
+    routing_weight: Float[Tensor, " place"] | None = None
     ranks: Int64[Tensor, " token"] | None = None
     _tiles: dict[tuple[int, int, bool], list[Tile]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -121,15 +121,15 @@ class Batch:
         shape = max(2, -(-(last - first) // chunk)), chunk
         token = torch.arange(first, first + shape[0] * chunk, device=self.counted.device).view(shape)
         places = self.counted[token.clamp(max=last - 1)]
-        return [Tile(places, token < last, self._root_weight(places), last - first, block)]
+        return [Tile(places, token < last, self._routing_weight(places), last - first, block)]
 
     def _exact(self, chunk: int, first: int, last: int, block: int) -> list[Tile]:
         middle = last - (last - first) % chunk
         parts = (self.counted[first:middle].view(-1, chunk), self.counted[None, middle:last])
-        return [Tile(part, None, self._root_weight(part), part.numel(), block) for part in parts if part.numel()]
+        return [Tile(part, None, self._routing_weight(part), part.numel(), block) for part in parts if part.numel()]
 
-    def _root_weight(self, places: Int64[Tensor, "chunk token"]) -> Float[Tensor, "chunk token"] | None:
-        return None if self.root_weight is None else self.root_weight[places]
+    def _routing_weight(self, places: Int64[Tensor, "chunk token"]) -> Float[Tensor, "chunk token"] | None:
+        return None if self.routing_weight is None else self.routing_weight[places]
 
     def routed(self, places: Int64[Tensor, " routed"], weight: Float[Tensor, " routed"]) -> "Batch":
         """What one expert sees: its place i is ``places[i]`` of this batch.
@@ -171,7 +171,7 @@ class Batch:
             places=of_place,
             runs=runs,
             blocks=self.blocks[ranks],
-            root_weight=weight,
+            routing_weight=weight,
             ranks=ranks,
         )
 

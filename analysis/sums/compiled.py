@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
-from analysis.sums.eager import PRE_ACTIVATIONS, Plan, TileSums, Weights, tile_sums
+from analysis.sums.eager import PRE_ACTIVATIONS, Plan, TileSums, ValueWeights, tile_sums
 from analysis.sums.layout import QUADRANTS, Layout
 from analysis.units.registry import Unit
 
@@ -36,11 +36,11 @@ def _function() -> Callable[..., TileSums]:
 def compiled_sums(
     unit: Unit,
     plan: Plan,
-    weights: Weights,
+    weights: ValueWeights,
     a: Float[Tensor, "chunk token d_mlp"],
     b: Float[Tensor, "chunk token d_mlp"],
     live: Bool[Tensor, "chunk token"],
-    root_weight: Float[Tensor, "chunk token"],
+    routing_weight: Float[Tensor, "chunk token"],
 ) -> TileSums:
     """As ``tile_sums``, of two chunks or more.
 
@@ -52,12 +52,12 @@ def compiled_sums(
         raise NotCompiledError
     try:
         function = _function()
-        for x in (a, b, live, root_weight):
+        for x in (a, b, live, routing_weight):
             torch._dynamo.mark_dynamic(x, 0)
         # Scales are constants: as symbols, which they would become where a second unit has others, they do not compile.
         with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # a compiler's advice is nothing to who reads a model
-            return function(unit, plan, weights, a, b, live, root_weight)
+            return function(unit, plan, weights, a, b, live, routing_weight)
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # whatever a compiler of some version may raise on some device

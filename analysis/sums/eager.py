@@ -46,7 +46,7 @@ class Plan(NamedTuple):
         return cls(layout.alphas, layout.main_alphas, tuple(layout.rows), scalings, measures)
 
 
-class Weights(NamedTuple):
+class ValueWeights(NamedTuple):
     """Constants of the layer's neurons, in the precision of the products.
 
     Attributes:
@@ -83,11 +83,11 @@ class TileSums(NamedTuple):
 def tile_sums(
     unit: Unit,
     plan: Plan,
-    weights: Weights,
+    weights: ValueWeights,
     a: Float[Tensor, "chunk token d_mlp"],
     b: Float[Tensor, "chunk token d_mlp"],
     live: Bool[Tensor, "chunk token"] | None,
-    root_weight: Float[Tensor, "chunk token"] | None = None,
+    routing_weight: Float[Tensor, "chunk token"] | None = None,
 ) -> TileSums:
     """Every sum of a tile.
 
@@ -98,12 +98,12 @@ def tile_sums(
         a: gate pre-activations of the tile's chunks.
         b: up pre-activations.
         live: which tokens are not padding; None where all are. Padding is left out of the neurons' sums only.
-        root_weight: the routing weights r; None where all are 1. A token counts with r², in the tokens' sums as well.
+        routing_weight: the routing weights r; None where all are 1. A token counts with r², in the tokens' sums as well.
     """
     a, b = a.to(weights.value.dtype), b.to(weights.value.dtype)
     gate, up, gate_of_b, up_of_a = unit.gate(a), unit.up(b), unit.gate(b), unit.up(a)
     h, ab = gate * up, a * b
-    there, square, exact_square = _token_weights(a, live, root_weight)
+    there, square, exact_square = _token_weights(a, live, routing_weight)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     gaps: dict[str, Tensor] = {}
     scales: dict[str, Tensor] = {}
@@ -195,7 +195,7 @@ def tile_sums(
     neuron = torch.cat([rows[name] for name in plan.names if name in rows])
     token_gap, token_scale = (torch.stack([of[name].flatten() for name in plan.token_measures]) for of in (gaps, scales))
     token_energy = token_energy.flatten()
-    if square is None or root_weight is None:
+    if square is None or routing_weight is None:
         return TileSums(neuron, token_gap, token_scale, token_energy)
     of_token = square.flatten()
     return TileSums(neuron, of_token * token_gap, of_token * token_scale, of_token * token_energy)

@@ -46,10 +46,10 @@ class Peaks:
         b: Float[Tensor, "token d_mlp"],
         unit: Unit,
         places: Int64[Tensor, "4 token"],
-        root_weight: Float[Tensor, " token"] | None = None,
+        routing_weight: Float[Tensor, " token"] | None = None,
     ) -> "Peaks":
         """The peaks of tokens in reading order, on their device; the routing weights are 1 if None."""
-        h = unit(a, b) if root_weight is None else unit(a, b) * root_weight[:, None].to(a.dtype)
+        h = unit(a, b) if routing_weight is None else unit(a, b) * routing_weight[:, None].to(a.dtype)
         at = h.abs().argmax(dim=0)
         return cls(torch.stack([x.gather(0, at[None])[0] for x in (h, a, b)]).double(), places[:, at])
 

@@ -35,7 +35,7 @@ from analysis.sums.layout import MAIN_SCALES, Layout
 from analysis.sums.reducer import Reducer, TokenSums, Totals
 from analysis.sums.tiled import TileReducer
 from analysis.units.registry import GatedUnit, Unit
-from analysis.weights.geometry import Geometry, Pairing
+from analysis.weights.geometry import Geometry, PermutedPairs
 
 TILE = 256
 """Tokens in a tile. One that is not full is padded with a = b = 0, which adds nothing to any sum but the counted signs."""
@@ -523,7 +523,7 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weigh
     a, b, other = _A + _WEIGHTED * len(weighted), _B + _WEIGHTED * len(weighted), _OTHER + _WEIGHTED * len(weighted)
     n_draws, n_moments, n_parts = len(neurons.partners), found.table.shape[1], found.tokens.shape[1]
     s, parts, sums, kept = found.work, found.parts, found.sums, found.narrow
-    a_tiles, block_of, first_of, n_live = tiles.a, tiles.block, tiles.first, tiles.n_live
+    a_tiles, jackknife_block_of, first_of, n_live = tiles.a, tiles.block, tiles.first, tiles.n_live
     b_tiles, power, root, square = tiles.b, tiles.power, tiles.root, tiles.square
     balance, pair_balance, partners = neurons.balance, neurons.pair_balance, neurons.partners
     squared_length, weights = neurons.squared_length, neurons.weight
@@ -625,7 +625,7 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weigh
                 sums[rows.repaired_balanced_exchange + draw] = energy
                 sums[rows.repaired_balanced_exchange_gap + draw] = gap
 
-            block = block_of[tile]
+            block = jackknife_block_of[tile]
             group = block * groups.shape[1] // len(pooled)
             for row in range(n_moments):
                 table[j, row] += sums[row]
@@ -648,7 +648,7 @@ class FusedReducer(Reducer):
 
     kind, dtype = "fused", torch.float32
 
-    def __init__(self, unit: GatedUnit, layout: Layout, geometry: Geometry, pairing: Pairing) -> None:
+    def __init__(self, unit: GatedUnit, layout: Layout, geometry: Geometry, pairing: PermutedPairs) -> None:
         """As ``TileReducer``, with an activation that is one of ``KINDS``."""
         self.unit, self.layout = unit, layout
         self.value_weight = geometry.value_weight
@@ -672,7 +672,7 @@ class FusedReducer(Reducer):
         a, b = a.float().contiguous(), b.float().contiguous()
         known, peak_at = totals.peak_size.clone(), np.full(a.shape[1], -1)
         parts = np.zeros((1 + 2 * len(self.layout.token_measures), len(batch.counted)))
-        shares, weighted = _shares(a.shape[1]), () if batch.root_weight is None else ((),)
+        shares, weighted = _shares(a.shape[1]), () if batch.routing_weight is None else ((),)
         for tile, group in _tiled(batch, a.shape[1]):
             tiles = self._tiles(a.numpy(), b.numpy(), batch, group, shares, tile)
 
@@ -717,8 +717,8 @@ class FusedReducer(Reducer):
         """These stretches of counted tokens, turned."""
         counted, n_live = batch.counted.numpy(), np.array([last - first for first, last, _ in pieces])
         root = (np.arange(tile) < n_live[:, None]).astype(np.float32)
-        if batch.root_weight is not None:
-            weight = batch.root_weight.float().numpy()
+        if batch.routing_weight is not None:
+            weight = batch.routing_weight.float().numpy()
             for row, (first, last, _) in zip(root, pieces, strict=True):
                 row[: last - first] = weight[counted[first:last]]
         turned_a, turned_b = _room(len(pieces), a.shape[1], tile + ROOM)
@@ -767,7 +767,7 @@ class FusedReducer(Reducer):
         neuron = torch.from_numpy(np.flatnonzero(peak_at >= 0))
         place = batch.counted[torch.from_numpy(peak_at)[neuron]]
         x, y = a[place, neuron], b[place, neuron]
-        root = batch.root_weight
+        root = batch.routing_weight
         h = self.unit(x, y) if root is None else self.unit(x, y) * root[place].float()
         totals.peaks.values[:, neuron] = torch.stack([h, x, y]).double()
         totals.peaks.places[:, neuron] = batch.places[:, place]
@@ -781,7 +781,7 @@ class FusedReducer(Reducer):
 
 
 def reducer_of(
-    unit: Unit, layout: Layout, geometry: Geometry, pairing: Pairing, device: torch.device, dtype: torch.dtype
+    unit: Unit, layout: Layout, geometry: Geometry, pairing: PermutedPairs, device: torch.device, dtype: torch.dtype
 ) -> Reducer:
     """The fastest reducer for activations of this dtype on this device.
 
@@ -838,7 +838,7 @@ def _tiled(batch: Batch, d_mlp: int) -> Iterator[tuple[int, list[Piece]]]:
     A run of an expert's tokens that is shorter than half a tile, or what is left of one, goes into short tiles.
     """
     pieces = ((TILE, piece) for piece in batch.pieces(TILE))
-    if batch.root_weight is not None:
+    if batch.routing_weight is not None:
         pieces = (sized for _, piece in pieces for sized in _cut(*piece))
     for tile, same in groupby(pieces, key=itemgetter(0)):
         group = [piece for _, piece in same]

@@ -19,7 +19,7 @@ from torch import Tensor
 from analysis.sums.batch import Batch, Window
 from analysis.sums.extremes import Heaviest, Peaks, TopTokens
 from analysis.sums.layout import Layout, Sums
-from analysis.sums.reducer import N_BLOCKS, N_GROUPS, Reducer, TokenSums, Totals
+from analysis.sums.reducer import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Reducer, TokenSums, Totals
 
 RATIO_BINS = 4096
 """Bins that hold the asymmetries r of single tokens, of equal width in √r: a median m is off by at most about √m/2048."""
@@ -73,12 +73,12 @@ class Moments:
         n_measures = len(layout.token_measures)
         return cls(
             Sums(layout, zeros(layout.size, d_mlp)),
-            Sums(layout, zeros(layout.size, N_BLOCKS)),
-            zeros(N_GROUPS, layout.by_neuron_and_group.size, d_mlp, dtype=torch.float32),
-            zeros(4, N_BLOCKS),
-            zeros(N_BLOCKS, dtype=torch.int64),
+            Sums(layout, zeros(layout.size, N_JACKKNIFE_BLOCKS)),
+            zeros(N_JACKKNIFE_GROUPS, layout.by_neuron_and_group.size, d_mlp, dtype=torch.float32),
+            zeros(4, N_JACKKNIFE_BLOCKS),
+            zeros(N_JACKKNIFE_BLOCKS, dtype=torch.int64),
             zeros(n_measures, RATIO_BINS, dtype=torch.int64),
-            zeros(n_measures, N_BLOCKS, BLOCK_RATIO_BINS, dtype=torch.int64),
+            zeros(n_measures, N_JACKKNIFE_BLOCKS, BLOCK_RATIO_BINS, dtype=torch.int64),
             zeros(2 + 2 * n_measures, ENERGY_BINS),
             Peaks.empty(d_mlp),
             TopTokens.empty(),
@@ -252,9 +252,9 @@ class Accumulator:
         for expert, a, b, places, weight in parts:
             reduce, neurons, routed = self._reducers[expert], self._neurons[expert], batch.routed(places, weight)
             assert routed.ranks is not None
-            assert routed.root_weight is not None
+            assert routed.routing_weight is not None
             tokens.add_at(routed.ranks, reduce.add(a, b, routed, self._totals.of(neurons)))
-            a, b, weight = (x[routed.counted].to(reduce.dtype) for x in (a, b, routed.root_weight))
+            a, b, weight = (x[routed.counted].to(reduce.dtype) for x in (a, b, routed.routing_weight))
             heaviest.see(reduce.unit(a, b) * weight[:, None], reduce.value_weight, routed.ranks, neurons.start)
         self._take(tokens, TopTokens.among(tokens.energy, heaviest, batch), batch)
 

@@ -16,9 +16,9 @@ from analysis.sums.extremes import Peaks
 from analysis.sums.layout import Layout
 from analysis.units.registry import Unit
 
-N_BLOCKS = 16
+N_JACKKNIFE_BLOCKS = 16
 """Blocks of consecutive sequences that the jackknife leaves out one by one."""
-N_GROUPS = 8
+N_JACKKNIFE_GROUPS = 8
 """Groups of consecutive blocks, left out one by one for the errors of single neurons."""
 
 
@@ -49,9 +49,9 @@ class Totals:
 
         return cls(
             zeros(d_mlp, layout.size),
-            zeros(N_BLOCKS, layout.size),
-            zeros(d_mlp, N_GROUPS, layout.by_neuron_and_group.size, dtype=torch.float32),
-            zeros(N_BLOCKS, 4),
+            zeros(N_JACKKNIFE_BLOCKS, layout.size),
+            zeros(d_mlp, N_JACKKNIFE_GROUPS, layout.by_neuron_and_group.size, dtype=torch.float32),
+            zeros(N_JACKKNIFE_BLOCKS, 4),
             Peaks.empty(d_mlp, device),
             zeros(d_mlp, dtype=torch.float32) - 1,
         )

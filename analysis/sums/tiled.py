@@ -14,12 +14,12 @@ from torch import Tensor
 
 from analysis.sums.batch import Batch
 from analysis.sums.compiled import NotCompiledError, agree, compiled_sums
-from analysis.sums.eager import Plan, TileSums, Weights, tile_sums
+from analysis.sums.eager import Plan, TileSums, ValueWeights, tile_sums
 from analysis.sums.extremes import Peaks
 from analysis.sums.layout import QUADRANTS, Layout
-from analysis.sums.reducer import N_BLOCKS, N_GROUPS, Reducer, TokenSums, Totals
+from analysis.sums.reducer import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Reducer, TokenSums, Totals
 from analysis.units.registry import Unit
-from analysis.weights.geometry import Geometry, Pairing
+from analysis.weights.geometry import Geometry, PermutedPairs
 
 TILE = 64
 """Tokens that are summed in the precision of the products; on a CPU a tile has no more."""
@@ -39,7 +39,7 @@ class TileReducer(Reducer):
         unit: Unit,
         layout: Layout,
         geometry: Geometry,
-        pairing: Pairing,
+        pairing: PermutedPairs,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         *,
@@ -65,7 +65,7 @@ class TileReducer(Reducer):
         self.value_weight = geometry.value_weight.to(device)
         length = geometry.norm_k if unit.up_is_linear else torch.ones_like(geometry.norm_k)
         length = length.to(device, self.dtype)
-        self._weights = Weights(
+        self._weights = ValueWeights(
             geometry.value_weight.to(device, self.dtype),
             geometry.balance.to(device, self.dtype),
             pairing.partners.to(device),
@@ -86,7 +86,7 @@ class TileReducer(Reducer):
         self, a: Float[Tensor, "place d_mlp"], b: Float[Tensor, "place d_mlp"], batch: Batch, totals: Totals
     ) -> TokenSums:
         """As ``Reducer.add``."""
-        fed, root = batch.fed, batch.root_weight
+        fed, root = batch.fed, batch.routing_weight
         if len(fed):
             seen, weight = (a[fed].to(self.dtype), b[fed].to(self.dtype)), None if root is None else root[fed]
             totals.raise_peaks(Peaks.of(*seen, self.unit, batch.places[:, fed], weight))
@@ -94,13 +94,15 @@ class TileReducer(Reducer):
         for block, tiles in groupby(batch.tiles(self.tile, TILE, padded=self._compiled), lambda tile: tile.block):
             run = []
             for tile in tiles:
-                sums = self._sums(a[tile.places], b[tile.places], tile.live, tile.root_weight)
+                sums = self._sums(a[tile.places], b[tile.places], tile.live, tile.routing_weight)
                 run.append(sums.neuron)
                 tokens.append([part[..., : tile.n_tokens].double() for part in sums[1:]])
             neuron = torch.stack(run).sum(dim=0)
             totals.table += neuron.T
             totals.pooled[block] += neuron @ self.value_weight
-            totals.groups[:, block * N_GROUPS // N_BLOCKS] += self.layout.narrow(neuron, self._kept).T.float()
+            totals.groups[:, block * N_JACKKNIFE_GROUPS // N_JACKKNIFE_BLOCKS] += self.layout.narrow(
+                neuron, self._kept
+            ).T.float()
             totals.signs[block] += torch.stack([neuron[count].sum() for count in self._counts])
         if not tokens:
             return TokenSums.empty(len(self.layout.token_measures), 0, a.device)
@@ -111,21 +113,21 @@ class TileReducer(Reducer):
         a: Float[Tensor, "chunk token d_mlp"],
         b: Float[Tensor, "chunk token d_mlp"],
         live: Bool[Tensor, "chunk token"] | None,
-        root_weight: Float[Tensor, "chunk token"] | None,
+        routing_weight: Float[Tensor, "chunk token"] | None,
     ) -> TileSums:
         """Compiled sums where they compile and the first were right; the one wait of a layer is for that proof."""
         layer = self.unit, self._plan, self._weights
         if not self._compiled or live is None:
-            return tile_sums(*layer, a, b, live, root_weight)
+            return tile_sums(*layer, a, b, live, routing_weight)
         try:
             # Always with weights, so that one compilation serves dense layers and experts.
-            one = live.to(self.dtype) if root_weight is None else root_weight.to(self.dtype)
+            one = live.to(self.dtype) if routing_weight is None else routing_weight.to(self.dtype)
             sums = compiled_sums(*layer, a, b, live, one)
         except NotCompiledError:
             self._compiled = False
-            return tile_sums(*layer, a, b, live, root_weight)
+            return tile_sums(*layer, a, b, live, routing_weight)
         if not self._proved:
-            eager = tile_sums(*layer, a, b, live, root_weight)
+            eager = tile_sums(*layer, a, b, live, routing_weight)
             if not bool(agree(sums, eager, self.layout, live.flatten())):
                 self._compiled, sums = False, eager
             self._proved = True

@@ -87,7 +87,7 @@ class Geometry:
         k: Float[Tensor, "d_mlp d_model"],
         gain: Float[Tensor, " d_model"],
         partners: Int64[Tensor, "draw d_mlp"],
-    ) -> "Pairing":
+    ) -> "PermutedPairs":
         """Re-pairings of these neurons, each with the β that balances q_j and the partner's key; 1 where one is zero."""
         gain, there = gain.double().square(), partners.to(k.device)
         some = [
@@ -96,7 +96,7 @@ class Geometry:
         ]
         sides = torch.cat(some, dim=1).cpu()
         ratio = self.norm_q / self.norm_k[partners]
-        return Pairing(partners, torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(sides), 1.0))
+        return PermutedPairs(partners, torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(sides), 1.0))
 
     def tensors(self) -> dict[str, Float64[Tensor, " d_mlp"]]:
         """The fields by name, for writing and for tables."""
@@ -104,7 +104,7 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Pairing:
+class PermutedPairs:
     """Random re-pairings of the neurons of a layer, for the null.
 
     Attributes:

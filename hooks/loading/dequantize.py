@@ -14,7 +14,7 @@ from jaxtyping import Float, Int32, UInt8
 from torch import Tensor
 
 FP4_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-MX_BLOCK = 32
+MX_QUANT_BLOCK = 32
 E8M0_BIAS, E8M0_NAN = 127, 255
 NF4_LEVELS = 16
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from analysis.errors import UserError
 from hooks.loading.checkpoint import DTYPE_NAMES, Checkpoint, Stored
-from hooks.loading.dequantize import MX_BLOCK, e8m0, grid_of, integers, mxfp4, nested_absmax, scaled, table_codes
+from hooks.loading.dequantize import MX_QUANT_BLOCK, e8m0, grid_of, integers, mxfp4, nested_absmax, scaled, table_codes
 
 FP8 = ("F8_E4M3", "F8_E5M2")
 CODES = (*FP8, "F8_E8M0", "F4", "I8", "U8", "I16", "U16", "I32", "U32")
@@ -233,10 +233,13 @@ def _mxfp4(name: str, tensors: Tensors, settings: dict[str, Any]) -> Weight | No
     plain = name.removesuffix("_blocks")
     scale = _one_of([f"{plain}_scales"], tensors, name)
     shape, scales = tensors.stored[name].shape, tensors.stored[scale].shape
-    if len(shape) != 4 or shape[-1] != MX_BLOCK // 2 or scales != shape[:-1]:
+    if len(shape) != 4 or shape[-1] != MX_QUANT_BLOCK // 2 or scales != shape[:-1]:
         raise NotReadError(f"{list(scales)} scales do not fit {list(shape)} blocks of {name}")
     return Weight(
-        plain, (name, scale), lambda tensors: mxfp4(tensors[name], tensors[scale]), f"MXFP4 (4-bit, blocks of {MX_BLOCK})"
+        plain,
+        (name, scale),
+        lambda tensors: mxfp4(tensors[name], tensors[scale]),
+        f"MXFP4 (4-bit, blocks of {MX_QUANT_BLOCK})",
     )
 
 
@@ -287,7 +290,7 @@ def _compressed(name: str, tensors: Tensors, settings: dict[str, Any]) -> Weight
     scale, zero = _one_of([f"{weight}_scale"], tensors, name), f"{weight}_zero_point"
     if f"{weight}_g_idx" in tensors:
         raise NotReadError(f"the columns of {weight} are reordered (weight_g_idx), which is not read here")
-    block = _block_of(rule)
+    block = _quant_block_of(rule)
     if not packed:
         kind = f"FP8 ({codes.dtype[3:].lower()}, {{}})" if codes.dtype in FP8 else "int8 ({})"
         if zero not in tensors:
@@ -309,7 +312,7 @@ def _rule_of(settings: dict[str, Any], packed: bool) -> dict[str, Any]:
     return groups[0]
 
 
-def _block_of(rule: dict[str, Any]) -> tuple[int, int] | None:
+def _quant_block_of(rule: dict[str, Any]) -> tuple[int, int] | None:
     if rule.get("block_structure"):
         rows, cols = rule["block_structure"]
         return int(rows), int(cols)

@@ -40,7 +40,7 @@ def wrap(
         return None, f"TransformerLens cannot wrap a {type(model).__name__} ({reason})"
 
 
-def named(sites: Mapping[int, Site], plain: PreTrainedModel, bridge: TransformerBridge, probe: Probe) -> dict[int, Site]:
+def named(sites: Mapping[int, Site], hf_model: PreTrainedModel, bridge: TransformerBridge, probe: Probe) -> dict[int, Site]:
     """The sites with the names of the hooks at which TransformerLens sees the same, and with its own projections."""
     names = {layer: {symbol: f"blocks.{layer}.mlp.{end}" for symbol, end in ENDS.items()} for layer in sites}
     known = {layer: mine for layer, mine in names.items() if all(name in bridge.hook_dict for name in mine.values())}
@@ -48,12 +48,12 @@ def named(sites: Mapping[int, Site], plain: PreTrainedModel, bridge: Transformer
     ran: set[nn.Module] = set()
     with torch.no_grad(), ExitStack() as stack:
         for site in sites.values():
-            stack.callback(site.taps.gate.module.register_forward_hook(lambda module, *_: ran.add(module)).remove)
+            stack.callback(site.projections.gate.module.register_forward_hook(lambda module, *_: ran.add(module)).remove)
         theirs: dict[str, Tensor] = {}
         with suppress(Exception):  # what it cannot run has no names
             _, theirs = bridge.run_with_cache(probe, names_filter=wanted, return_type=None)
     with torch.no_grad():
-        ours = _own(sites, plain, probe)
+        ours = _own(sites, hf_model, probe)
     found = {}
     for layer, site in sites.items():
         agrees = layer in known and all(name in theirs for name in known[layer].values())
@@ -63,27 +63,29 @@ def named(sites: Mapping[int, Site], plain: PreTrainedModel, bridge: Transformer
             agrees = agrees and value.shape == reference.shape and relative_error(value, reference) <= limit
         points = tuple((bridge.hook_dict[names[layer][symbol]],) for symbol in "ab") if agrees else ()
         # Where TransformerLens has cut a projection that holds both, its own pass calls other modules.
-        also = (points[0], points[1]) if agrees and site.taps.gate.module not in ran else ((), ())
+        also = (points[0], points[1]) if agrees and site.projections.gate.module not in ran else ((), ())
         found[layer] = replace(site, hook_names=names[layer], also=also) if agrees else site
     return found
 
 
-def _own(sites: Mapping[int, Site], plain: PreTrainedModel, probe: Probe) -> dict[int, dict[str, Float[Tensor, "place _"]]]:
+def _own(
+    sites: Mapping[int, Site], hf_model: PreTrainedModel, probe: Probe
+) -> dict[int, dict[str, Float[Tensor, "place _"]]]:
     """What passes the modules of every site on the probe."""
-    seen: dict[int, dict[str, Tensor]] = {layer: {} for layer in sites}
+    recording: dict[int, dict[str, Tensor]] = {layer: {} for layer in sites}
 
     def keep(layer: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        taps = sites[layer].taps
-        if module is taps.down:
-            seen[layer] |= {"h": inputs[0].flatten(0, -2), "y": output.flatten(0, -2)}
-        if module is taps.gate.module:
-            seen[layer] |= {"x": inputs[0].flatten(0, -2), "a": taps.gate.of(output).flatten(0, -2)}
-        if module is taps.up.module:
-            seen[layer]["b"] = taps.up.of(output).flatten(0, -2)
+        projections = sites[layer].projections
+        if module is projections.down:
+            recording[layer] |= {"h": inputs[0].flatten(0, -2), "y": output.flatten(0, -2)}
+        if module is projections.gate.module:
+            recording[layer] |= {"x": inputs[0].flatten(0, -2), "a": projections.gate.of(output).flatten(0, -2)}
+        if module is projections.up.module:
+            recording[layer]["b"] = projections.up.of(output).flatten(0, -2)
 
     with ExitStack() as stack:
         for layer, site in sites.items():
-            for module in {site.taps.gate.module, site.taps.up.module, site.taps.down}:
+            for module in {site.projections.gate.module, site.projections.up.module, site.projections.down}:
                 stack.callback(module.register_forward_hook(partial(keep, layer)).remove)
-        run_whole(plain, probe)
-    return seen
+        run_whole(hf_model, probe)
+    return recording

@@ -15,8 +15,8 @@ class NotASiteError(Exception):
     """Why a layer is not analysed."""
 
 
-class FailedError(Exception):
-    """Why a claim failed, and by how much."""
+class VerificationError(Exception):
+    """Why a candidate failed, and by how much."""
 
     def __init__(self, reason: str, error: float = float("inf")) -> None:
         super().__init__(reason)
@@ -60,9 +60,9 @@ class Expected:
         return list(found.values())
 
     def are_own(self, *modules: nn.Module) -> None:
-        """Fails for modules of several layers: what is heard at them in a pass is of all these layers."""
+        """Fails for modules of several layers: what is captured at them in a pass is of all these layers."""
         if any(self.uses[module] > 1 for module in modules):
-            raise FailedError("its projections belong to another layer too", 0.0)
+            raise VerificationError("its projections belong to another layer too", 0.0)
 
 
 def configured_activations(config: Any) -> list[str]:

@@ -1,7 +1,7 @@
-"""Stacks: where in a block the weights of experts may be, found by their shapes.
+"""FusedExperts: where in a block the weights of experts may be, found by their shapes.
 
-Experts of a layer have no modules of their own: their matrices stand in stacks, or one under the other in a table. As in
-``hooks.locating.projections``, each way in which a module's parameters may be meant is a claim, and
+Experts of a layer have no modules of their own: their matrices stand in expert_weights, or one under the other in a table.
+As in ``hooks.locating.projections``, each way in which a module's parameters may be meant is a candidate, and
 ``hooks.locating.verify_experts`` proves one of them, or none.
 """
 
@@ -40,7 +40,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Stacks:
+class FusedExperts:
     """One way in which the weights of a module may be those of many gated MLPs, one an expert.
 
     Attributes:
@@ -77,51 +77,52 @@ class ExpertWeights(Weights):
     """Those of one expert.
 
     Attributes:
-        stacks: of all of them.
+        expert_weights: of all of them.
         number: which.
         fetched: the module's weights, where they have been fetched already.
     """
 
-    stacks: Stacks
+    expert_weights: FusedExperts
     number: int
     fetched: dict[str, Tensor] | None = field(default=None, repr=False, compare=False)
 
     def _all(self) -> dict[str, Tensor]:
-        return weights_of(self.stacks.holder, inside=False) if self.fetched is None else self.fetched
+        return weights_of(self.expert_weights.holder, inside=False) if self.fetched is None else self.fetched
 
     @property
     def matrices(self) -> tuple[Rows, Rows, Rows]:
-        stacks, every = self.stacks, self._all()
+        expert_weights, every = self.expert_weights, self._all()
         gate, up, down = (
-            cut.of(every[cut.name], stacks.n_experts, self.number) for cut in (stacks.gate, stacks.up, stacks.down)
+            cut.of(every[cut.name], expert_weights.n_experts, self.number)
+            for cut in (expert_weights.gate, expert_weights.up, expert_weights.down)
         )
         return gate, up, down.T
 
     @property
     def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        stacks, every = self.stacks, self._all()
-        names = stacks.gate_up_bias, stacks.down_bias
+        expert_weights, every = self.expert_weights, self._all()
+        names = expert_weights.gate_up_bias, expert_weights.down_bias
         both, down = (None if name is None else every[name][self.number] for name in names)
-        return (None, None, down) if both is None else (both[stacks.gate.rows], both[stacks.up.rows], down)
+        return (None, None, down) if both is None else (both[expert_weights.gate.rows], both[expert_weights.up.rows], down)
 
     @property
     def n_neurons(self) -> int:
-        return self.stacks.d_mlp
+        return self.expert_weights.d_mlp
 
     @property
     def module(self) -> nn.Module:
-        return self.stacks.module
+        return self.expert_weights.module
 
 
-def stacks_of(block: nn.Module, d_model: int) -> Iterator[Stacks]:
-    """Every claim on the matrices of experts in a block."""
+def fused_experts_of(block: nn.Module, d_model: int) -> Iterator[FusedExperts]:
+    """Every candidate on the matrices of experts in a block."""
     for where, module in block.named_modules():
         yield from _pairs(where, module, d_model)
         yield from _flat(where, block, d_model)
 
 
-def _pairs(where: str, module: nn.Module, d_model: int) -> Iterator[Stacks]:
-    """Of a module with two stacks of matrices, of which one holds gate and up."""
+def _pairs(where: str, module: nn.Module, d_model: int) -> Iterator[FusedExperts]:
+    """Of a module with two expert_weights of matrices, of which one holds gate and up."""
     own = dict(module.named_parameters(recurse=False))
     matrices = [name for name, stack in own.items() if stack.ndim == STACKED]
     if len(matrices) != 2:
@@ -138,10 +139,10 @@ def _pairs(where: str, module: nn.Module, d_model: int) -> Iterator[Stacks]:
             bias, down_bias = _biases(own, n_experts, 2 * d_mlp, d_model)
             for gate, up in halves(d_mlp):
                 cuts = Cut(both, turned, gate), Cut(both, turned, up), Cut(down, turned)
-                yield Stacks(where, module, module, *cuts, bias, down_bias, n_experts, d_mlp)
+                yield FusedExperts(where, module, module, *cuts, bias, down_bias, n_experts, d_mlp)
 
 
-def _flat(where: str, block: nn.Module, d_model: int) -> Iterator[Stacks]:
+def _flat(where: str, block: nn.Module, d_model: int) -> Iterator[FusedExperts]:
     """Of a module with three tables of one shape, q, k and v of all experts one under the other.
 
     How many experts share them no shape says, but a number that the module holds, or the one around it.
@@ -157,11 +158,11 @@ def _flat(where: str, block: nn.Module, d_model: int) -> Iterator[Stacks]:
         for n_experts in sorted(number for number in numbers if 1 < number < shape[0] and shape[0] % number == 0):
             for gate, up, down in permutations(tables):
                 cuts = Cut(gate, False), Cut(up, False), Cut(down, True)
-                yield Stacks(outer, module, holder, *cuts, None, None, n_experts, shape[0] // n_experts, is_flat=True)
+                yield FusedExperts(outer, module, holder, *cuts, None, None, n_experts, shape[0] // n_experts, is_flat=True)
 
 
-def unread_stacks(block: nn.Module) -> Iterator[str]:
-    """Names of modules that hold stacks of matrices, as experts have them; the kernel of a convolution is none."""
+def unread_expert_weights(block: nn.Module) -> Iterator[str]:
+    """Names of modules that hold expert_weights of matrices, as experts have them; the kernel of a convolution is none."""
     for name, module in block.named_modules():
         own = list(module.parameters(recurse=False))
         if not isinstance(module, nn.Conv1d) and sum(parameter.ndim == STACKED for parameter in own) >= 2:

@@ -1,7 +1,8 @@
 """Where in its block a gated MLP stands: what is applied before it, and what to its output before the residual stream.
 
-Before: x is a norm's output, and the gain γ of that norm belongs to q and k. After: the block may pass y on as it is, times
-a constant, times a gate of each token, or through another norm, whose gain belongs to v. Families differ in all of this and
+Before: x is a norm's output, and the gain γ of that norm belongs to q and k. OutputGain: the block may pass y on as it is,
+times a constant, times a gate of each token, or through another norm, whose gain belongs to v. Families differ in all of
+this and
 in what they call it, so both are proved on the block itself: a norm's gain must make its output parallel to its input, and
 what is applied after y is read from what the block gives when y is replaced by a random one, by twice that, and by nothing.
 So it does not matter whether attention runs before the MLP or beside it.
@@ -27,14 +28,14 @@ SIZED = 0.05
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 NOTHING_BEFORE = "none: the MLP does not read a norm's output"
 NOTHING_AFTER = "none: added to the residual stream as it is"
-NOT_PROVED = "not proved: left out"
+NOT_VERIFIED = "not proved: left out"
 
 Vector = Float[Tensor, " d_model"]
 Rows = Float[Tensor, "place d_model"]
 
 
 @dataclass(frozen=True)
-class After:
+class OutputGain:
     """What is applied to an output before it reaches the residual stream.
 
     Attributes:
@@ -121,7 +122,7 @@ def gain_after(
     y: Float[Tensor, "*place d_model"],
     block: nn.Module,
     constants: dict[str, float],
-) -> After:
+) -> OutputGain:
     """What the block applies to the output of one of its modules before it adds it to the residual stream.
 
     Args:
@@ -132,7 +133,7 @@ def gain_after(
         block: the block, among whose norms the one after the module is looked for.
         constants: numbers of the configuration, among which a multiplier is looked for.
     """
-    nothing = After(torch.ones(y.shape[-1], dtype=y.dtype, device=y.device), NOT_PROVED)
+    nothing = OutputGain(torch.ones(y.shape[-1], dtype=y.dtype, device=y.device), NOT_VERIFIED)
     whole, d_model = run(), y.shape[-1]
     n_rows = whole.numel() // d_model
     if whole.shape[-1] != d_model or y.numel() < whole.numel() or _apart(gave, whole) > _limit(y.dtype):
@@ -158,22 +159,24 @@ def gain_after(
     return nothing
 
 
-def _linear(factor: Float[Tensor, "place d_model"], limit: float, constants: dict[str, float], nothing: After) -> After:
+def _linear(
+    factor: Float[Tensor, "place d_model"], limit: float, constants: dict[str, float], nothing: OutputGain
+) -> OutputGain:
     """From factors that do not depend on the size of y."""
     by_token, by_component = factor.median(dim=1).values, factor.median(dim=0).values
     if _apart(factor, factor.median().expand_as(factor)) <= limit:
         value, name = _named(float(factor.median()), limit, constants)
-        return After(value * nothing.gain, NOTHING_AFTER if value == 1 else f"× {value:g} ({name})")
+        return OutputGain(value * nothing.gain, NOTHING_AFTER if value == 1 else f"× {value:g} ({name})")
     if _apart(factor, by_token[:, None].expand_as(factor)) <= limit:
-        return After(nothing.gain, "a gate of each token", by_token)
+        return OutputGain(nothing.gain, "a gate of each token", by_token)
     if _apart(factor, by_component.expand_as(factor)) <= limit:
-        return After(by_component.to(nothing.gain.dtype), "a factor of each component, as measured")
+        return OutputGain(by_component.to(nothing.gain.dtype), "a factor of each component, as measured")
     return nothing
 
 
 def _through_norm(
-    gains: Float[Tensor, "place d_model"], block: nn.Module, limit: float, constants: dict[str, float], nothing: After
-) -> After:
+    gains: Float[Tensor, "place d_model"], block: nn.Module, limit: float, constants: dict[str, float], nothing: OutputGain
+) -> OutputGain:
     """From the gains that an RMS norm shows on each token, which must be those of one of the block's norms."""
     measured = gains.median(dim=0).values
     if _apart(gains, measured.expand_as(gains)) > limit:
@@ -188,7 +191,7 @@ def _through_norm(
     if best is None or best[0] > limit:
         return nothing
     value, constant = _named(best[1], limit, constants)
-    return After(value * best[2], best[3] if value == 1 else f"{best[3]}, × {value:g} ({constant})")
+    return OutputGain(value * best[2], best[3] if value == 1 else f"{best[3]}, × {value:g} ({constant})")
 
 
 def _named(value: float, limit: float, constants: dict[str, float]) -> tuple[float, str]:

@@ -1,7 +1,7 @@
 """Taps: where in a block of a model gated units may be, found by the shapes of its weights.
 
 Nothing here relies on what a family calls its parts. Two projections d_model → d_mlp, or one that holds both, beside one
-d_mlp → d_model may be a gated MLP. Each way in which the parts may be meant is a claim; ``hooks.locating.verify_dense``
+d_mlp → d_model may be a gated MLP. Each way in which the parts may be meant is a candidate; ``hooks.locating.verify_dense``
 proves one of them on what the model computes, or none. Experts are in ``hooks.locating.expert_weights``.
 """
 
@@ -19,7 +19,7 @@ Rows = Float[Tensor, "d_mlp d_model"]
 
 
 @dataclass(frozen=True)
-class Tap:
+class Projection:
     """Some outputs of a linear module: all of them, or those of one of two projections that it holds.
 
     Attributes:
@@ -72,7 +72,7 @@ class Weights(ABC):
 
 
 @dataclass(frozen=True)
-class Claim(Weights):
+class Candidate(Weights):
     """One way in which the projections of a module may be those of a gated MLP.
 
     Attributes:
@@ -82,8 +82,8 @@ class Claim(Weights):
     """
 
     where: str
-    gate: Tap
-    up: Tap
+    gate: Projection
+    up: Projection
     down: nn.Linear
 
     @property
@@ -92,7 +92,7 @@ class Claim(Weights):
 
     @property
     def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.gate.bias, self.up.bias, Tap(self.down).bias
+        return self.gate.bias, self.up.bias, Projection(self.down).bias
 
     @property
     def n_neurons(self) -> int:
@@ -103,19 +103,19 @@ class Claim(Weights):
         return self.down
 
 
-def claims_of(block: nn.Module) -> Iterator[Claim]:
-    """Every claim in a block, those first in which the gate comes before the up."""
+def candidates_of(block: nn.Module) -> Iterator[Candidate]:
+    """Every candidate in a block, those first in which the gate comes before the up."""
     for where, parent in block.named_modules():
         linear = [child for child in parent.children() if isinstance(child, nn.Linear)]
         for down in linear:
             readers = [one for one in linear if one is not down and one.in_features == down.out_features]
-            whole = [Tap(one) for one in readers if one.out_features == down.in_features]
+            whole = [Projection(one) for one in readers if one.out_features == down.in_features]
             for gate, up in permutations(whole, 2):
-                yield Claim(where, gate, up, down)
+                yield Candidate(where, gate, up, down)
             for one in readers:
                 if one.out_features == 2 * down.in_features:
                     for gate_rows, up_rows in halves(down.in_features):
-                        yield Claim(where, Tap(one, gate_rows), Tap(one, up_rows), down)
+                        yield Candidate(where, Projection(one, gate_rows), Projection(one, up_rows), down)
 
 
 def halves(d_mlp: int) -> Iterator[tuple[slice, slice]]:

@@ -1,4 +1,4 @@
-"""What the modules of a block were given and gave, seen block by block while a model runs; nothing of it is kept."""
+"""What the modules of a block were given and gave, recording block by block while a model runs; nothing of it is kept."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from hooks.loading.network import hidden_of
 
 
 @dataclass
-class Seen:
+class Recording:
     """What the modules of a block were given and gave in one pass, and the block itself.
 
     ``changed`` are modules whose output was changed in place by what came after them.
@@ -34,12 +34,12 @@ class Seen:
         """A module by its name in the block."""
         return self.block.get_submodule(where)
 
-    def given(self, module: nn.Module) -> Float[Tensor, "place d_in"]:
+    def input_of(self, module: nn.Module) -> Float[Tensor, "place d_in"]:
         """The first tensor that a module was given, positions flattened."""
         args, kwargs, _ = self.calls[module]
         return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).detach().flatten(0, -2)
 
-    def gave(self, module: nn.Module) -> Float[Tensor, "place d_out"]:
+    def output_of(self, module: nn.Module) -> Float[Tensor, "place d_out"]:
         return hidden_of(self.calls[module][2]).detach().flatten(0, -2)
 
     def norms(self, x: Tensor) -> Iterator[tuple[str, nn.Module, Tensor, Tensor]]:
@@ -48,24 +48,24 @@ class Seen:
             if module in self.calls and not any(weight.ndim > 1 for weight in module.parameters()):
                 args, _, output = self.calls[module]
                 if args and isinstance(args[0], Tensor) and isinstance(output, Tensor) and output.shape[-1] == x.shape[-1]:
-                    yield name, module, self.given(module), self.gave(module)
+                    yield name, module, self.input_of(module), self.output_of(module)
 
     @property
-    def gave_itself(self) -> Tensor:
+    def block_output(self) -> Tensor:
         """What the block gave."""
         assert self.output is not None
         return self.output
 
-    def again(self) -> Tensor:
+    def rerun(self) -> Tensor:
         """What the block gives when it is run once more on the same, but for what it kept for later tokens."""
         args = (None if isinstance(value, Cache) else value for value in self.args)
         kwargs = {name: None if isinstance(value, Cache) else value for name, value in self.kwargs.items()}
         return hidden_of(self.block(*args, **kwargs))
 
 
-def watch(block: nn.Module, look: Callable[[Seen], None], stack: ExitStack) -> None:
+def record(block: nn.Module, look: Callable[[Recording], None], stack: ExitStack) -> None:
     """Have ``look`` see what the block's modules did as soon as the block has run; then nothing of it is kept."""
-    seen = Seen(block)
+    recording = Recording(block)
     outputs: dict[nn.Module, tuple[Tensor, int]] = {}
     handles: list[RemovableHandle] = []
 
@@ -73,17 +73,22 @@ def watch(block: nn.Module, look: Callable[[Seen], None], stack: ExitStack) -> N
         kept = output
         if isinstance(output, Tensor):  # some families change it in place
             kept, outputs[module] = output.clone(), (output, output._version)
-        seen.calls[module] = args, kwargs, kept
-        seen.fired[module] += 1
+        recording.calls[module] = args, kwargs, kept
+        recording.fired[module] += 1
 
     def done(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for handle in handles:
             handle.remove()
-        seen.changed = {module for module, (given, version) in outputs.items() if given._version != version}
+        recording.changed = {module for module, (given, version) in outputs.items() if given._version != version}
         outputs.clear()
-        seen.args, seen.kwargs, seen.output, seen.in_tuple = args, kwargs, hidden_of(output), not isinstance(output, Tensor)
-        look(seen)
-        seen.calls.clear()
+        recording.args, recording.kwargs, recording.output, recording.in_tuple = (
+            args,
+            kwargs,
+            hidden_of(output),
+            not isinstance(output, Tensor),
+        )
+        look(recording)
+        recording.calls.clear()
 
     for module in block.modules():
         if module is not block:

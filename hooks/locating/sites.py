@@ -1,6 +1,6 @@
 """Sites: where in a model each gated unit is read.
 
-A site is a claim that has been proved (``hooks.locating.verify``): for each token that reaches it
+A site is a candidate that has been proved (``hooks.locating.verify``): for each token that reaches it
 
     a = x qᵀ (+ bias)     what its gate gives
     b = x kᵀ (+ bias)     what its up gives
@@ -21,8 +21,8 @@ from analysis.theory.gated import GatedMLP
 from analysis.units.registry import Unit
 from analysis.weights.experts import SHARED
 from hooks.loading.devices import place_of
-from hooks.locating.expert_weights import Stacks
-from hooks.locating.projections import Claim, Weights
+from hooks.locating.expert_weights import FusedExperts
+from hooks.locating.projections import Candidate, Weights
 
 Points = tuple[nn.Module, ...]
 
@@ -45,7 +45,8 @@ class Site:
         token_gate: for a shared expert, what gives the logit of its weight for each token.
         hook_names: the names of x, a, b, h and y among the hooks of TransformerLens, where these see the same.
         also: modules that give a and b as well, in a network whose own projections are others.
-        in_place: whether the model changes what its projections gave, so that a and b must be copied when they are heard.
+        in_place: whether the model changes what its projections gave, so that a and b must be copied when they are
+        captured.
     """
 
     layer: int
@@ -96,9 +97,9 @@ class Site:
         return GatedMLP(self.unit, *self.weights.matrices, *self.weights.biases)
 
     @property
-    def taps(self) -> Claim:
+    def projections(self) -> Candidate:
         """The modules that it is read at."""
-        if not isinstance(self.weights, Claim):
+        if not isinstance(self.weights, Candidate):
             raise ValueError(f"expert {self.expert} of layer {self.layer} has no modules of its own")
         return self.weights
 
@@ -126,13 +127,13 @@ class Mixture:
     Attributes:
         layer: index of the block.
         sites: the experts in order; a shared one, which sees every token, comes last.
-        stacks: where they are in the model.
+        expert_weights: where they are in the model.
         reads: the module around them, which is given what a shared expert reads.
     """
 
     layer: int
     sites: tuple[Site, ...]
-    stacks: Stacks
+    expert_weights: FusedExperts
     reads: nn.Module
 
     @property
@@ -169,7 +170,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Found:
+class LocatedLayers:
     """What a model has to be read.
 
     Attributes:

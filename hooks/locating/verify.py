@@ -1,8 +1,8 @@
 """Which layers of a model can be read: each is proved on a short probe, before anything is measured.
 
 ``hooks.locating.projections`` and ``hooks.locating.expert_weights`` say which modules may be meant; names prove nothing.
-``hooks.locating.verify_dense`` and ``hooks.locating.verify_experts`` compare each claim with what the model computes. A
-layer without a claim that holds is no site; the reason is kept.
+``hooks.locating.verify_dense`` and ``hooks.locating.verify_experts`` compare each candidate with what the model computes. A
+layer without a candidate that holds is no site; the reason is kept.
 """
 
 from contextlib import ExitStack
@@ -15,30 +15,30 @@ from transformers import PreTrainedModel
 
 from hooks.loading.network import blocks_of, run_whole
 from hooks.locating.expected import Expected, NotASiteError
-from hooks.locating.expert_weights import unread_stacks
-from hooks.locating.recording import Seen, watch
-from hooks.locating.sites import Found, Mixture, Site
-from hooks.locating.verify_dense import STATIC, prove_dense
-from hooks.locating.verify_experts import MixtureProof, claims_on_experts
+from hooks.locating.expert_weights import unread_expert_weights
+from hooks.locating.recording import Recording, record
+from hooks.locating.sites import LocatedLayers, Mixture, Site
+from hooks.locating.verify_dense import STATIC, verify_dense
+from hooks.locating.verify_experts import ExpertsVerifier, expert_candidates
 
 NOT_GATED = "its experts are no gated MLPs: they have no key to exchange with the query"
 
 
-def find_sites(model: PreTrainedModel, probe: Int[Tensor, "batch pos"]) -> Found:
+def find_sites(model: PreTrainedModel, probe: Int[Tensor, "batch pos"]) -> LocatedLayers:
     """Every layer that proves itself on the probe, block by block as it is run, and why the others do not."""
     config = model.config.get_text_config()
     blocks = blocks_of(model, config.num_hidden_layers)
     expected = Expected.of(config, blocks)
-    proof = MixtureProof(expected)
+    proof = ExpertsVerifier(expected)
     found: dict[int, Site | Mixture] = {}
     skipped: dict[int, str] = {}
     in_tuples = set()
 
-    def look(layer: int, seen: Seen) -> None:
-        if seen.in_tuple:
+    def look(layer: int, recording: Recording) -> None:
+        if recording.in_tuple:
             in_tuples.add(layer)
         try:
-            found[layer] = _in_block(expected, proof, layer, seen)
+            found[layer] = _in_block(expected, proof, layer, recording)
         except NotASiteError as reason:
             skipped[layer] = str(reason)
 
@@ -47,25 +47,27 @@ def find_sites(model: PreTrainedModel, probe: Int[Tensor, "batch pos"]) -> Found
             if expected.uses[block] > 1:
                 skipped[layer] = "its block is that of another layer too, and runs more than once in a pass"
             else:
-                watch(block, partial(look, layer), stack)
+                record(block, partial(look, layer), stack)
         run_whole(model, probe)
     for layer in range(len(blocks)):
         if layer not in found:
             skipped.setdefault(layer, "it did not run on the probe")
     sites = {layer: one for layer, one in sorted(found.items()) if isinstance(one, Site)}
     mixtures = {layer: one for layer, one in sorted(found.items()) if isinstance(one, Mixture)}
-    return Found(sites, mixtures, dict(sorted(skipped.items())), frozenset(in_tuples))
+    return LocatedLayers(sites, mixtures, dict(sorted(skipped.items())), frozenset(in_tuples))
 
 
-def _in_block(expected: Expected, mixtures: MixtureProof, layer: int, seen: Seen) -> Site | Mixture:
+def _in_block(expected: Expected, mixtures: ExpertsVerifier, layer: int, recording: Recording) -> Site | Mixture:
     """The dense site or the mixture of a block; NotASiteError with the reason if it is neither."""
-    dense, reason = prove_dense(expected, layer, seen)
-    every = claims_on_experts(expected, seen)
+    dense, reason = verify_dense(expected, layer, recording)
+    every = expert_candidates(expected, recording)
     if every:
-        return mixtures.prove(layer, seen, dense, every)
-    beside = {name.partition(".")[0] for name in unread_stacks(seen.block)}
-    if any(site.taps.where.partition(".")[0] in beside for site, _ in dense) or (beside and not dense):
-        raise NotASiteError(NOT_GATED if reason == STATIC or not dense else "its experts are stacks of another shape")
+        return mixtures.verify(layer, recording, dense, every)
+    beside = {name.partition(".")[0] for name in unread_expert_weights(recording.block)}
+    if any(site.projections.where.partition(".")[0] in beside for site, _ in dense) or (beside and not dense):
+        raise NotASiteError(
+            NOT_GATED if reason == STATIC or not dense else "its experts are expert_weights of another shape"
+        )
     if not dense:
         raise NotASiteError(reason)
     if len(dense) > 1:

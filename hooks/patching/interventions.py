@@ -1,7 +1,7 @@
 """Changing a model for as long as a block lasts: its neurons by an edit, its weights by an action.
 
     with rewriting(model, {11: Change(Exchange(), model.sites[11].unit)}):
-        model.plain(tokens)
+        model.hf_model(tokens)
 
 ``rewriting`` puts h′ where the down projection reads h, or adds to what experts give what h′ gives more; ``acting`` changes
 q, k, v themselves. When the block ends, also by
@@ -24,11 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from analysis.errors import UserError
 from analysis.theory.actions import Action
 from analysis.weights.experts import SHARED
-from hooks.locating.projections import Tap
+from hooks.locating.projections import Projection
 from hooks.locating.routing import Routing
 from hooks.locating.sites import Mixture, Site
 from hooks.models import LoadedModel
-from hooks.reading.capture_points import Extract, sources_of
+from hooks.reading.capture_points import Extract, capture_points_of
 
 Activations = Float[Tensor, "batch pos d_mlp"]
 Rewrite = Callable[[Activations, Activations, Activations], Activations]
@@ -55,7 +55,7 @@ def acting(model: LoadedModel, actions: Mapping[int, Action]) -> Iterator[None]:
             chosen = layer_of(model, layer)
             if isinstance(chosen, Mixture):
                 raise UserError(f"layer {layer} is a mixture of experts, on whose weights actions are not defined")
-            if any(weight.is_meta for weight in chosen.taps.down.parameters()):
+            if any(weight.is_meta for weight in chosen.projections.down.parameters()):
                 raise UserError(f"weights of layer {layer} are kept elsewhere and cannot be changed: use another --device")
             form = chosen.gated_mlp()
             after = {name: weight.clone() for name, weight in action(form).weights.items()}  # q and k may trade places
@@ -86,10 +86,10 @@ def _hooked(site: Site, rewrite: Rewrite) -> Iterator[RemovableHandle]:
         h, *others = inputs
         return (rewrite(seen.pop("a"), seen.pop("b"), h), *others)
 
-    for name, sources in sources_of(site).items():
+    for name, sources in capture_points_of(site).items():
         for module, extract in sources:
             yield module.register_forward_hook(keep(name, extract), with_kwargs=True)
-    yield site.taps.down.register_forward_pre_hook(replace)
+    yield site.projections.down.register_forward_pre_hook(replace)
 
 
 def _hooked_experts(model: LoadedModel, mixture: Mixture, rewrite: Rewrite) -> Iterator[RemovableHandle]:
@@ -108,7 +108,7 @@ def _hooked_experts(model: LoadedModel, mixture: Mixture, rewrite: Rewrite) -> I
         shared_x[:] = [args[0].detach().flatten(0, -2)]
 
     def add(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-        routing = Routing.of(args, kwargs, mixture.stacks.n_experts)
+        routing = Routing.of(args, kwargs, mixture.expert_weights.n_experts)
         assert routing is not None
         parts = list(_parts(mixture, routing, shared_x))
         full = output.detach().new_zeros(3, shape[0] * shape[1], mixture.n_neurons)
@@ -122,11 +122,11 @@ def _hooked_experts(model: LoadedModel, mixture: Mixture, rewrite: Rewrite) -> I
             rows = rows.index_add(0, part.row, added.to(output.dtype))
         return rows.view_as(output)
 
-    block = model.blocks(model.plain)[mixture.layer]
+    block = model.blocks(model.hf_model)[mixture.layer]
     yield block.register_forward_pre_hook(see_block, with_kwargs=True)
     if mixture.shared is not None:
         yield mixture.reads.register_forward_pre_hook(see_input)
-    yield mixture.stacks.module.register_forward_hook(add, with_kwargs=True)
+    yield mixture.expert_weights.module.register_forward_hook(add, with_kwargs=True)
 
 
 class _Reached(NamedTuple):
@@ -149,7 +149,7 @@ class _Reached(NamedTuple):
 
 
 def _parts(mixture: Mixture, routing: Routing, shared_x: list[Tensor]) -> Iterator[_Reached]:
-    routed, experts = routing.by_expert(mixture.stacks.n_experts), mixture.stacks.experts()
+    routed, experts = routing.by_expert(mixture.expert_weights.n_experts), mixture.expert_weights.experts()
     common = mixture.sites[0].value_gain
     for number, (site, columns) in enumerate(zip(mixture.sites, mixture.columns, strict=True)):
         weights = site.weights if site.expert == SHARED else experts[number]
@@ -159,7 +159,7 @@ def _parts(mixture: Mixture, routing: Routing, shared_x: list[Tensor]) -> Iterat
             row = torch.arange(len(x), device=x.device)
             token, weight = row, torch.ones_like(x[:, 0])
             if site.token_gate is not None:
-                gate = Tap(site.token_gate)
+                gate = Projection(site.token_gate)
                 weight = linear(x, gate.weight, gate.bias).sigmoid()[:, 0]
             v = v * (site.value_gain / common)
         else:

@@ -53,7 +53,7 @@ def full_pass(model: LoadedModel, tokens: Int64[Tensor, "row pos"]) -> Logits:
         raise UserError("out of GPU memory in a causal pass: use a shorter --context, or --causal none") from error
 
 
-def suffix_pass(
+def pass_from_layer(
     model: LoadedModel,
     layer: int,
     hidden: Hidden,
@@ -98,16 +98,16 @@ def clean_pass(
         for layer in range(len(model.blocks(model.network))):
             stack.enter_context(_inputs_kept(model, layer, inputs))
         logits = full_pass(model, window.tokens[None])
-    streams = {tuple(x.shape[:-1]) for x in inputs}
-    if streams != {(1, len(window.tokens))}:
+    shapes = {tuple(x.shape[:-1]) for x in inputs}
+    if shapes != {(1, len(window.tokens))}:
         raise UserError(
-            f"blocks of a {type(model.plain).__name__} are given {streams.pop()} vectors, no one residual stream, so that "
-            "no pass can begin at a layer: use --causal attribution"
+            f"blocks of a {type(model.hf_model).__name__} are given {shapes.pop()} vectors instead of one residual stream, "
+            "so no pass can start at a layer: use --causal attribution"
         )
     return logits, torch.cat(inputs)
 
 
-def looking_pass(model: LoadedModel, window: Window, looks: Mapping[int, Rewrite]) -> None:
+def observed_pass(model: LoadedModel, window: Window, looks: Mapping[int, Rewrite]) -> None:
     """One whole pass over one window, in which ``looks`` see a, b and h and give h back."""
     with torch.no_grad(), rewriting(model, looks):
         full_pass(model, window.tokens[None])
@@ -123,7 +123,7 @@ def _entering(model: LoadedModel, layer: int, hidden: Hidden) -> Iterator[None]:
     )
     try:
         for number, block in enumerate(blocks[:layer]):
-            handed_on = (hidden,) if number in model.found.in_tuples else hidden
+            handed_on = (hidden,) if number in model.located.in_tuples else hidden
             vars(block)["forward"] = lambda *_, handed_on=handed_on, **__: handed_on  # setattr would reach a wrapped module
         yield
     finally:

@@ -7,19 +7,19 @@ import torch
 from jaxtyping import Bool, Float64, Int64
 from torch import Tensor
 
-from analysis.causal.costs import OneByOne
+from analysis.causal.costs import SingleNeurons
 from analysis.causal.edits import Change, Edit
 from hooks.corpus import Window
 from hooks.models import LoadedModel
 from hooks.patching.attribution import attribute
 from hooks.patching.partial_pass import clean_pass
-from hooks.patching.versions import Entry, Version
+from hooks.patching.patched_runs import PatchedRun, StartPoint
 
 N_NEURONS = 200
 """Neurons of the largest attribution, and as many at random."""
 
 
-def edit_one_by_one(
+def patch_single_neurons(
     model: LoadedModel,
     windows: Sequence[Window],
     edits: Mapping[int, Mapping[str, Edit]],
@@ -27,7 +27,7 @@ def edit_one_by_one(
     *,
     n_neurons: int = N_NEURONS,
     seed: int = 0,
-) -> OneByOne:
+) -> SingleNeurons:
     """Attribution and exact ΔCE of single neurons under one edit, on the counted positions of these windows.
 
     Args:
@@ -49,7 +49,7 @@ def edit_one_by_one(
     places, largest = _choice(predicted, n_neurons, seed)
     layer, neuron = layer_of[places], neuron_of[places]
     exact = _exact(model, windows, {index: of_layer[name] for index, of_layer in chosen.items()}, layer, neuron)
-    return OneByOne(layer, neuron, largest, predicted[places], exact / attribution.n_tokens.sum())
+    return SingleNeurons(layer, neuron, largest, predicted[places], exact / attribution.n_tokens.sum())
 
 
 def _choice(
@@ -79,8 +79,8 @@ def _exact(
         _, inputs = clean_pass(model, window, {})
         counted = torch.arange(len(window.tokens)) >= window.counted_from
         for index, of_layer in places.items():
-            entry, unit = Entry.of(model, index, window, inputs[index]), model.layers[index].unit
+            start, unit = StartPoint.of(model, index, window, inputs[index]), model.layers[index].unit
             changes = [Change(edits[index], unit, neuron[place : place + 1], counted) for place in of_layer]
-            costs, _ = entry.costs([Version(inputs[index], {index: change}) for change in changes])
+            costs, _ = start.costs([PatchedRun(inputs[index], {index: change}) for change in changes])
             total[of_layer] += costs[1]
     return total

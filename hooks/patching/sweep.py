@@ -5,7 +5,7 @@ before it, and with all layers after it. Costs are always taken on the same scor
 from one clean pass, so a layer costs only the blocks from it on. Edited together with the layers before it, it is given
 what those made of the text, which the step before it left behind.
 
-With E edits over L layers and both cumulative series this is 6E + 2 versions of the text per layer, each from that layer
+With E edits over L layers and both cumulative series this is 6E + 2 runs of the text per layer, each from that layer
 on: about (6E + 2)·L/2 passes of the blocks, and (6E + 2)·L of the unembedding, which nothing can spare.
 """
 
@@ -27,7 +27,7 @@ from analysis.units.registry import Unit
 from hooks.corpus import Window
 from hooks.models import LoadedModel
 from hooks.patching.partial_pass import Scored, clean_pass
-from hooks.patching.versions import Entry, Version
+from hooks.patching.patched_runs import PatchedRun, StartPoint
 
 
 def control_of(unit: Unit) -> Edit:
@@ -119,20 +119,20 @@ class _Steps:
     def _of_window(self, layer: int, state: _State) -> tuple[Tensor, ...]:
         """The fields of ``LayerCosts`` without their last axis, for one window."""
         hidden, names = state.inputs[layer], list(self.edits[layer])
-        entry = Entry.of(self.model, layer, state.window, hidden)
+        start = StartPoint.of(self.model, layer, state.window, hidden)
         following = [other for other in sorted(self.edits) if other > layer]
-        together = [Version(hidden, self._counted(name, [layer, *following], state)) for name in names]
+        together = [PatchedRun(hidden, self._counted(name, [layer, *following], state)) for name in names]
         edited = zip(names, self._edited_inputs(layer, state), strict=True)
-        cumulative = [Version(given, self._counted(name, [layer], state)) for name, given in edited]
-        single, _ = entry.costs([Version(hidden, {layer: change}) for change in self._alone(layer, state)])
+        cumulative = [PatchedRun(given, self._counted(name, [layer], state)) for name, given in edited]
+        single, _ = start.costs([PatchedRun(hidden, {layer: change}) for change in self._alone(layer, state)])
         unit = self.model.layers[layer].unit
-        control, _ = entry.costs([Version(hidden, {layer: Change(control_of(unit), unit)})])
-        top, _ = entry.costs(together)
-        bottom, given_next = entry.costs(cumulative, keep=following[0] if following else None)
+        control, _ = start.costs([PatchedRun(hidden, {layer: Change(control_of(unit), unit)})])
+        top, _ = start.costs(together)
+        bottom, given_next = start.costs(cumulative, keep=following[0] if following else None)
         if following:
             state.reached, state.edited = following[0], given_next
-        base = cross_entropy(entry.base, state.scored.targets.to(entry.base.device))
-        work = torch.tensor([entry.effort.blocks, entry.effort.unembeddings], dtype=torch.float64)
+        base = cross_entropy(start.base, state.scored.targets.to(start.base.device))
+        work = torch.tensor([start.effort.blocks, start.effort.unembeddings], dtype=torch.float64)
         shape = (len(QUANTITIES), len(names), len(VERSIONS), len(POSITIONS))
         return single.reshape(shape), bottom, top, control[:, 0], torch.tensor(base, dtype=torch.float64), work
 
@@ -160,7 +160,7 @@ class _Steps:
             return [hidden] * len(names)
         if state.reached != layer:
             before = [other for other in sorted(self.edits) if other < layer]
-            entry = Entry.of(self.model, first, state.window, hidden)
-            versions = [Version(hidden, self._counted(name, before, state)) for name in names]
-            state.reached, state.edited = layer, entry.costs(versions, keep=layer)[1]
+            start = StartPoint.of(self.model, first, state.window, hidden)
+            runs = [PatchedRun(hidden, self._counted(name, before, state)) for name in names]
+            state.reached, state.edited = layer, start.costs(runs, keep=layer)[1]
         return state.edited

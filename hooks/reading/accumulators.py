@@ -1,7 +1,7 @@
-"""A layer as the corpus is read: what is heard of its units becomes sums at once, and is let go.
+"""A layer as the corpus is read: what is captured of its units becomes sums at once, and is let go.
 
-In a mixture of experts nothing that is heard is a or b: they are computed from an expert's own tokens, one expert after the
-other, so that memory and time are those of the tokens that were sent to it.
+In a mixture of experts nothing that is captured is a or b: they are computed from an expert's own tokens, one expert after
+the other, so that memory and time are those of the tokens that were sent to it.
 """
 
 from abc import abstractmethod
@@ -20,22 +20,22 @@ from analysis.sums.kernel import reducer_of
 from analysis.sums.layout import Layout
 from analysis.sums.moments import Accumulator, Part
 from analysis.sums.reducer import Reducer
-from analysis.weights.geometry import Geometry, Pairing, derangements
+from analysis.weights.geometry import Geometry, PermutedPairs, derangements
 from analysis.weights.interactions import antisymmetric_share, pooled_antisymmetric_share
 from hooks.locating.norm_gains import NOTHING_AFTER
 from hooks.locating.routing import Routing
 from hooks.locating.sites import Mixture, Site
-from hooks.reading.batches import Stream
+from hooks.reading.batches import ActivationAccumulator
 
 
-def stream_of(layer: Site | Mixture, alphas: Sequence[float], draws: int, seed: int) -> "LayerStream":
-    """An empty stream, with re-pairings drawn by the seed."""
+def accumulator_of(layer: Site | Mixture, alphas: Sequence[float], draws: int, seed: int) -> "LayerAccumulator":
+    """An empty accumulator, with re-pairings drawn by the seed."""
     if isinstance(layer, Site):
-        return SiteStream(layer, alphas, draws, seed)
-    return MixtureStream(layer, alphas, draws, seed)
+        return SiteAccumulator(layer, alphas, draws, seed)
+    return MixtureAccumulator(layer, alphas, draws, seed)
 
 
-class LayerStream(Stream):
+class LayerAccumulator(ActivationAccumulator):
     """The moments of a layer as they grow."""
 
     _accumulator: Accumulator
@@ -50,7 +50,7 @@ class LayerStream(Stream):
         return self._accumulator.is_finite
 
     @abstractmethod
-    def found(self) -> Layer:
+    def result(self) -> Layer:
         """The layer with what was seen of it until now."""
 
 
@@ -69,7 +69,7 @@ class _Prepared:
     """What a site's sums need to know beforehand."""
 
     geometry: Geometry
-    pairing: Pairing
+    pairing: PermutedPairs
     reduce: Reducer
 
     @classmethod
@@ -79,7 +79,7 @@ class _Prepared:
         return cls(geometry, pairing, reducer_of(site.unit, layout, geometry, pairing, site.device, site.dtype))
 
 
-class SiteStream(LayerStream):
+class SiteAccumulator(LayerAccumulator):
     """The moments of one site as they grow."""
 
     def __init__(self, site: Site, alphas: Sequence[float], draws: int, seed: int) -> None:
@@ -88,7 +88,7 @@ class SiteStream(LayerStream):
         self._prepared = _Prepared.of(site, Layout.of(site.unit, alphas, draws), draws, seed)
         self._accumulator = Accumulator(site.n_neurons, self._prepared.reduce)
 
-    def found(self) -> Layer:
+    def result(self) -> Layer:
         site = self._site
         return Layer(
             unit=site.unit,
@@ -99,13 +99,13 @@ class SiteStream(LayerStream):
             partners=self._prepared.pairing.partners,
         )
 
-    def take(self, heard: dict[str, Any], batch: Batch) -> None:
-        a, b = (heard.pop(symbol) for symbol in "ab")
+    def take(self, captured: dict[str, Any], batch: Batch) -> None:
+        a, b = (captured.pop(symbol) for symbol in "ab")
         rows = len(batch.windows)  # some families flatten them before their MLP
         self._accumulator.add(a.reshape(rows, -1, a.shape[-1]), b.reshape(rows, -1, b.shape[-1]), batch)
 
 
-class MixtureStream(LayerStream):
+class MixtureAccumulator(LayerAccumulator):
     """The moments of a layer of experts as they grow."""
 
     def __init__(self, mixture: Mixture, alphas: Sequence[float], draws: int, seed: int) -> None:
@@ -117,7 +117,7 @@ class MixtureStream(LayerStream):
         self._prepared = [_Prepared.of(site, layout, draws, own) for site, own in zip(mixture.sites, seeds, strict=True)]
         self._accumulator = Accumulator(mixture.n_neurons, [prepared.reduce for prepared in self._prepared])
 
-    def found(self) -> Layer:
+    def result(self) -> Layer:
         sites = self._mixture.sites
         width = torch.tensor([site.n_neurons for site in sites])
         pairs = zip(self._prepared, self._mixture.columns, strict=True)
@@ -132,25 +132,25 @@ class MixtureStream(LayerStream):
             experts=torch.tensor([int(site.expert or 0) for site in sites]).repeat_interleave(width),
         )
 
-    def take(self, heard: dict[str, Any], batch: Batch) -> None:
-        self._accumulator.add_experts(parts_of(self._mixture, heard, batch), batch)
+    def take(self, captured: dict[str, Any], batch: Batch) -> None:
+        self._accumulator.add_experts(parts_of(self._mixture, captured, batch), batch)
 
 
-def parts_of(mixture: Mixture, heard: dict[str, Any], batch: Batch) -> Iterator[Part]:
+def parts_of(mixture: Mixture, captured: dict[str, Any], batch: Batch) -> Iterator[Part]:
     """One expert after the other: which it is, a and b of its tokens, their places in the batch, and their weights."""
-    routing: Routing = heard["routing"]
+    routing: Routing = captured["routing"]
     is_fed = torch.zeros(batch.places.shape[1], dtype=torch.bool, device=routing.x.device)
     is_fed[batch.fed] = True
-    experts = mixture.stacks.experts()
-    for number, (row, weight) in enumerate(routing.by_expert(mixture.stacks.n_experts)):
+    experts = mixture.expert_weights.experts()
+    for number, (row, weight) in enumerate(routing.by_expert(mixture.expert_weights.n_experts)):
         fed = is_fed[routing.place[row]]
         row, weight = row[fed], weight[fed]
         (q, k, _), (q_bias, k_bias, _) = experts[number].matrices, experts[number].biases
         x = routing.x[row]
         yield number, linear(x, q, q_bias), linear(x, k, k_bias), routing.place[row], weight
     if mixture.shared is not None:
-        a, b = (heard[symbol].flatten(0, -2)[batch.fed] for symbol in "ab")
-        weight = heard["weight"].flatten()[batch.fed] if "weight" in heard else torch.ones_like(a[:, 0])
+        a, b = (captured[symbol].flatten(0, -2)[batch.fed] for symbol in "ab")
+        weight = captured["weight"].flatten()[batch.fed] if "weight" in captured else torch.ones_like(a[:, 0])
         yield len(mixture.routed), a, b, batch.fed, weight
 
 

@@ -1,4 +1,4 @@
-"""A corpus read once: batches as large as the memory bears, and streams that each listen to one layer."""
+"""A corpus read once: batches as large as the memory bears, and accumulators that each capture_pass to one layer."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -19,8 +19,8 @@ from analysis.sums.batch import Batch, Window
 from hooks.corpus import Corpus
 from hooks.locating.sites import Mixture, Site
 from hooks.models import LoadedModel
-from hooks.reading.capture import Ear, listen
-from hooks.reading.capture_points import Extract, sources_of
+from hooks.reading.capture import CaptureHook, capture_pass
+from hooks.reading.capture_points import Extract, capture_points_of
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
 """Tokens in a batch unless told otherwise: more make no pass faster."""
@@ -31,53 +31,58 @@ _REMEDY = {"float16": "use --dtype bfloat16 or float32", "bfloat16": "use --dtyp
 
 @dataclass
 class Taking:
-    """Which streams have begun to take in a batch, and which have it."""
+    """Which accumulators have begun to take in a batch, and which have it."""
 
-    begun: list["Stream"] = field(default_factory=list)
-    ended: list["Stream"] = field(default_factory=list)
+    begun: list["ActivationAccumulator"] = field(default_factory=list)
+    ended: list["ActivationAccumulator"] = field(default_factory=list)
 
 
-class Stream(ABC):
-    """What listens to one layer while the corpus is read: what is heard of a batch is kept until all of it has been."""
+class ActivationAccumulator(ABC):
+    """What listens to one layer while the corpus is read: what is captured of a batch is kept until all of it has been."""
 
     def __init__(self, layer: Site | Mixture) -> None:
         self.layer, self.device = layer.layer, layer.device
-        self._sources = sources_of(layer)
+        self._sources = capture_points_of(layer)
 
     @property
     @abstractmethod
     def is_finite(self) -> Bool[Tensor, ""]:
         """Whether everything taken in so far was finite."""
 
-    def keep(self, heard: Any) -> Any:
-        """What is kept of something that was heard until the rest has been."""
-        return heard
+    def keep(self, captured: Any) -> Any:
+        """What is kept of something that was captured until the rest has been."""
+        return captured
 
     @abstractmethod
-    def take(self, heard: dict[str, Any], batch: Batch) -> None:
+    def take(self, captured: dict[str, Any], batch: Batch) -> None:
         """Take in what was kept of a batch, by the names of ``hooks.reading.capture_points``."""
 
-    def ears(self, batch: Batch, taking: Taking) -> list[Ear]:
+    def capture_hooks(self, batch: Batch, taking: Taking) -> list[CaptureHook]:
         """What listens while this batch is read."""
-        heard: dict[str, Any] = {}
+        captured: dict[str, Any] = {}
 
-        def hear(name: str, extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            heard[name] = self.keep(extract(args, kwargs, output))
-            if len(heard) == len(self._sources):
+        def capture(name: str, extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            captured[name] = self.keep(extract(args, kwargs, output))
+            if len(captured) == len(self._sources):
                 taking.begun.append(self)
-                self.take(heard, batch)
-                heard.clear()
+                self.take(captured, batch)
+                captured.clear()
                 taking.ended.append(self)
 
         return [
-            Ear(source.module, partial(hear, name, source.extract))
+            CaptureHook(source.module, partial(capture, name, source.extract))
             for name, sources in self._sources.items()
             for source in sources
         ]
 
 
 def read_through(
-    model: LoadedModel, corpus: Corpus, streams: Sequence[Stream], *, batch_size: int | None = None, quiet: bool = False
+    model: LoadedModel,
+    corpus: Corpus,
+    accumulators: Sequence[ActivationAccumulator],
+    *,
+    batch_size: int | None = None,
+    quiet: bool = False,
 ) -> int:
     """One pass over the corpus, no further than the last layer that is listened to.
 
@@ -86,7 +91,7 @@ def read_through(
     Args:
         model: from ``load_model``.
         corpus: from ``model.read()``.
-        streams: what listens.
+        accumulators: what listens.
         batch_size: windows at once; None fits them to the memory.
         quiet: no progress bar.
 
@@ -101,7 +106,7 @@ def read_through(
     ):
         while waiting:
             windows = [waiting.popleft() for _ in range(min(size, len(waiting)))]
-            size = _read(model, corpus, windows, streams, max(stream.layer for stream in streams))
+            size = _read(model, corpus, windows, accumulators, max(accumulator.layer for accumulator in accumulators))
             bar.update(sum(len(window.tokens) for window in windows))
     return size
 
@@ -121,17 +126,29 @@ def batch_size_for(model: LoadedModel, corpus: Corpus) -> int:
     return max(1, tokens // max(len(window.tokens) for window in corpus.windows))
 
 
-def _read(model: LoadedModel, corpus: Corpus, windows: Sequence[Window], streams: Sequence[Stream], last_layer: int) -> int:
+def _read(
+    model: LoadedModel,
+    corpus: Corpus,
+    windows: Sequence[Window],
+    accumulators: Sequence[ActivationAccumulator],
+    last_layer: int,
+) -> int:
     """Read these windows at once, or in halves where there is no room for that; returns how many there was room for.
 
-    A stream that has the whole batch when the memory runs out does not listen to its halves.
+    A accumulator that has the whole batch when the memory runs out does not capture_pass to its halves.
     """
-    blocks = [corpus.block_of(window) for window in windows]
-    batches = {device: Batch.of(windows, blocks, device) for device in {model.device, *(one.device for one in streams)}}
+    blocks = [corpus.jackknife_block_of(window) for window in windows]
+    batches = {
+        device: Batch.of(windows, blocks, device) for device in {model.device, *(one.device for one in accumulators)}
+    }
     batch, taking = batches[model.device], Taking()
     try:
-        ears = [ear for stream in streams for ear in stream.ears(batches[stream.device], taking)]
-        last = listen(model, windows, ears, last_layer)
+        capture_hooks = [
+            capture_hook
+            for accumulator in accumulators
+            for capture_hook in accumulator.capture_hooks(batches[accumulator.device], taking)
+        ]
+        last = capture_pass(model, windows, capture_hooks, last_layer)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -141,11 +158,11 @@ def _read(model: LoadedModel, corpus: Corpus, windows: Sequence[Window], streams
                 "use a smaller --batch-size or --context, or --dtype bfloat16"
             ) from error
     else:
-        _check_finite(streams, last, batch, model.description["dtype"])
+        _check_finite(accumulators, last, batch, model.description["dtype"])
         return len(windows)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-    half, rest = len(windows) // 2, [stream for stream in streams if stream not in taking.ended]
+    half, rest = len(windows) // 2, [accumulator for accumulator in accumulators if accumulator not in taking.ended]
     size = min(_read(model, corpus, some, rest, last_layer) for some in (windows[:half], windows[half:]))
     _check_finite(taking.ended, None, batch, model.description["dtype"])
     return size
@@ -157,16 +174,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _check_finite(
-    streams: Sequence[Stream], last: Float[Tensor, "*batch pos d_model"] | None, batch: Batch, dtype: str
+    accumulators: Sequence[ActivationAccumulator],
+    last: Float[Tensor, "*batch pos d_model"] | None,
+    batch: Batch,
+    dtype: str,
 ) -> None:
     """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
-    finite = [stream.is_finite for stream in streams]
+    finite = [accumulator.is_finite for accumulator in accumulators]
     if last is not None:
         finite.append(last.flatten(-3, -2)[..., batch.fed.to(last.device), :].isfinite().all())
     device = batch.fed.device
     if not finite or bool(torch.stack([flag.to(device) for flag in finite]).all()):
         return
-    where = [f"activations of layer {stream.layer}" for stream, flag in zip(streams, finite, strict=False) if not flag]
+    where = [
+        f"activations of layer {accumulator.layer}"
+        for accumulator, flag in zip(accumulators, finite, strict=False)
+        if not flag
+    ]
     where.append("the residual stream after the last layer read")
     remedy = _REMEDY.get(dtype, "the weights do not bear this text")
     windows = f"windows {batch.windows[0].index}-{batch.windows[-1].index}"

@@ -18,25 +18,25 @@ from analysis.sums.batch import Window
 from hooks.loading.network import base_of, hidden_of, run_whole
 from hooks.models import LoadedModel
 
-Hear = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
+OnOutput = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
 """What is done with what a module was given, by place and by name, and with what it gave."""
 
 
-class Ear(NamedTuple):
+class CaptureHook(NamedTuple):
     """What listens to a module."""
 
     module: nn.Module
-    hear: Hear
+    capture: OnOutput
 
 
 class _ReadError(Exception):
     """Not an error: everything that is read has been seen, and this leaves the pass."""
 
 
-def listen(
-    model: LoadedModel, windows: Sequence[Window], ears: Sequence[Ear], last_layer: int
+def capture_pass(
+    model: LoadedModel, windows: Sequence[Window], capture_hooks: Sequence[CaptureHook], last_layer: int
 ) -> Float[Tensor, "*batch pos d_model"]:
-    """One pass with ears on some modules; returns the residual stream after the last layer that is read.
+    """One pass with capture_hooks on some modules; returns the residual stream after the last layer that is read.
 
     Raises:
         torch.OutOfMemoryError: there is no room for so many windows at once.
@@ -50,16 +50,16 @@ def listen(
 
     with model.passing, ExitStack() as stack, torch.no_grad():
         network = model.network
-        for module, hear in ears:
-            stack.callback(module.register_forward_hook(_hook(hear), with_kwargs=True).remove)
+        for module, capture in capture_hooks:
+            stack.callback(module.register_forward_hook(_hook(capture), with_kwargs=True).remove)
         stack.callback(model.blocks(network)[last_layer].register_forward_hook(leave).remove)
         with suppress(_ReadError):
             run_whole(base_of(network), tokens.to(model.device), None if mask is None else mask.to(model.device))
     return found[0]
 
 
-def _hook(hear: Hear) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-    return lambda module, args, kwargs, output: hear(args, kwargs, output)
+def _hook(capture: OnOutput) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+    return lambda module, args, kwargs, output: capture(args, kwargs, output)
 
 
 def _padded(windows: Sequence[Window]) -> tuple[Int64[Tensor, "batch pos"], Int64[Tensor, "batch pos"] | None]:

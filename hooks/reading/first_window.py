@@ -14,8 +14,8 @@ from hooks.locating.routing import Routing
 from hooks.locating.sites import Mixture, Site
 from hooks.locating.verify_experts import experts_error
 from hooks.models import LoadedModel
-from hooks.reading.capture import Ear, listen
-from hooks.reading.capture_points import Extract, Source, input_of, sources_of
+from hooks.reading.capture import CaptureHook, capture_pass
+from hooks.reading.capture_points import CapturePoint, Extract, capture_points_of, input_point
 from hooks.tolerance import OUTPUT_SLACK, TOLERANCE, relative_error
 
 
@@ -24,12 +24,12 @@ def controls_of(
 ) -> tuple[dict[str, Any], ...]:
     """Every control of every layer, of a mixture the worst of its experts: see ``analysis.measures.controls``."""
     window = corpus.windows[0]
-    sources = {(index, name): one for index, layer in layers.items() for name, one in _inputs(layer).items()}
-    heard = _heard(model, corpus, sources)
+    points = {(index, name): one for index, layer in layers.items() for name, one in _inputs(layer).items()}
+    captured = _captured(model, corpus, points)
     found: list[dict[str, Any]] = []
     for index, layer in layers.items():
         worst: dict[str, dict[str, Any]] = {}
-        for site, x in _own_inputs(layer, index, heard, window.counted_from):
+        for site, x in _own_inputs(layer, index, captured, window.counted_from):
             wide = torch.promote_types(x.dtype, torch.float32)
             for record in measure_controls(site.gated_mlp().to(wide), x.to(wide), seed):
                 worst[record["control"]] = _worse(worst.get(record["control"]), record)
@@ -37,41 +37,43 @@ def controls_of(
     return tuple(found)
 
 
-def proved_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture]) -> tuple[Record, ...]:
+def verified_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture]) -> tuple[Record, ...]:
     """What every layer proved on a probe at load, on the first window of the text: a clamp may act only there."""
-    sources: dict[tuple[int, str], Source] = {}
+    points: dict[tuple[int, str], CapturePoint] = {}
     for index, layer in layers.items():
-        sources |= {(index, name): some[0] for name, some in sources_of(layer).items()}
+        points |= {(index, name): some[0] for name, some in capture_points_of(layer).items()}
         if isinstance(layer, Mixture):
-            sources[index, "y"] = Source(layer.stacks.module, lambda args, kwargs, output: output)
+            points[index, "y"] = CapturePoint(layer.expert_weights.module, lambda args, kwargs, output: output)
         for site in _dense(layer):
-            sources[index, "h"] = Source(site.taps.down, lambda args, kwargs, output: args[0])
-    heard = _heard(model, corpus, sources)
+            points[index, "h"] = CapturePoint(site.projections.down, lambda args, kwargs, output: args[0])
+    captured = _captured(model, corpus, points)
     dense, experts = [], []
     for index, layer in layers.items():
         for site in _dense(layer):
-            a, b, h = (heard[index, name].flatten(0, -2) for name in "abh")
+            a, b, h = (captured[index, name].flatten(0, -2) for name in "abh")
             dense.append(relative_error(site.unit(a, b), h))
         if isinstance(layer, Mixture):
-            y = heard[index, "y"].flatten(0, -2)
-            experts.append(experts_error(layer.stacks, layer.unit, heard[index, "routing"], y))
+            y = captured[index, "y"].flatten(0, -2)
+            experts.append(experts_error(layer.expert_weights, layer.unit, captured[index, "routing"], y))
     tolerance = TOLERANCE[next(iter(layers.values())).dtype]
     checks = [("h = g(a, b) on the text's first window, largest over layers", dense, tolerance)]
     checks += [("experts' output on the text's first window, largest over layers", experts, OUTPUT_SLACK * tolerance)]
     return tuple(at_most(name, max(errors), limit) for name, errors, limit in checks if errors)
 
 
-def _heard(model: LoadedModel, corpus: Corpus, sources: Mapping[tuple[int, str], Source]) -> dict[tuple[int, str], Any]:
-    """What is heard of some layers on the first window of the text, by layer and name."""
-    heard: dict[tuple[int, str], Any] = {}
+def _captured(
+    model: LoadedModel, corpus: Corpus, points: Mapping[tuple[int, str], CapturePoint]
+) -> dict[tuple[int, str], Any]:
+    """What is captured of some layers on the first window of the text, by layer and name."""
+    captured: dict[tuple[int, str], Any] = {}
 
-    def hear(key: tuple[int, str], extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def capture(key: tuple[int, str], extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         found = extract(args, kwargs, output)
-        heard[key] = found.clone() if isinstance(found, Tensor) else found
+        captured[key] = found.clone() if isinstance(found, Tensor) else found
 
-    ears = [Ear(source.module, partial(hear, key, source.extract)) for key, source in sources.items()]
-    listen(model, [corpus.windows[0]], ears, last_layer=max(layer for layer, _ in sources))
-    return heard
+    capture_hooks = [CaptureHook(point.module, partial(capture, key, point.extract)) for key, point in points.items()]
+    capture_pass(model, [corpus.windows[0]], capture_hooks, last_layer=max(layer for layer, _ in points))
+    return captured
 
 
 def _dense(layer: Site | Mixture) -> tuple[Site, ...]:
@@ -81,24 +83,24 @@ def _dense(layer: Site | Mixture) -> tuple[Site, ...]:
     return () if layer.shared is None else (layer.shared,)
 
 
-def _inputs(layer: Site | Mixture) -> dict[str, Source]:
-    """Where the inputs of a layer are heard."""
+def _inputs(layer: Site | Mixture) -> dict[str, CapturePoint]:
+    """Where the inputs of a layer are captured."""
     if isinstance(layer, Site):
-        return {"x": input_of(layer)}
-    shared = {} if layer.shared is None else {"x": input_of(layer.shared)}
-    return {"routing": sources_of(layer)["routing"][0]} | shared
+        return {"x": input_point(layer)}
+    shared = {} if layer.shared is None else {"x": input_point(layer.shared)}
+    return {"routing": capture_points_of(layer)["routing"][0]} | shared
 
 
 def _own_inputs(
-    layer: Site | Mixture, index: int, heard: dict[tuple[int, str], Any], counted_from: int
+    layer: Site | Mixture, index: int, captured: dict[tuple[int, str], Any], counted_from: int
 ) -> list[tuple[Site, Tensor]]:
     """Every site of a layer with the counted tokens that reach it, those that any reach."""
     if isinstance(layer, Site):
-        return [(layer, heard[index, "x"].flatten(0, -2)[counted_from:])]
-    routing: Routing = heard[index, "routing"]
-    rows = [row[routing.place[row] >= counted_from] for row, _ in routing.by_expert(layer.stacks.n_experts)]
+        return [(layer, captured[index, "x"].flatten(0, -2)[counted_from:])]
+    routing: Routing = captured[index, "routing"]
+    rows = [row[routing.place[row] >= counted_from] for row, _ in routing.by_expert(layer.expert_weights.n_experts)]
     found = [(site, routing.x[row]) for site, row in zip(layer.routed, rows, strict=True) if len(row)]
-    return found if layer.shared is None else [*found, (layer.shared, heard[index, "x"].flatten(0, -2)[counted_from:])]
+    return found if layer.shared is None else [*found, (layer.shared, captured[index, "x"].flatten(0, -2)[counted_from:])]
 
 
 def _worse(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:

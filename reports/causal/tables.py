@@ -15,7 +15,7 @@ from analysis.causal.costs import (
     POSITIONS,
     Attribution,
     Causal,
-    OneByOne,
+    SingleNeurons,
     Sweep,
     error_per_token,
     per_token,
@@ -61,7 +61,11 @@ class CausalTables:
     def of(cls, causal: Causal, tables: Tables) -> "CausalTables":
         costs = causal_table(causal, tables.layers, tables.curves)
         neurons = None if causal.attribution is None else neuron_columns(causal.attribution)
-        singly = None if causal.one_by_one is None else _with_experts(one_by_one_table(causal.one_by_one), tables.neurons)
+        singly = (
+            None
+            if causal.single_neurons is None
+            else _with_experts(single_neuron_table(causal.single_neurons), tables.neurons)
+        )
         return cls(costs, neurons, replaceable_table(costs, neurons), singly, agreement_table(costs, singly))
 
     def joined_to(self, tables: Tables) -> Tables:
@@ -189,7 +193,7 @@ def replaceable_table(table: pd.DataFrame, neurons: pd.DataFrame | None) -> pd.D
     return pd.DataFrame(rows)
 
 
-def one_by_one_table(found: OneByOne) -> pd.DataFrame:
+def single_neuron_table(found: SingleNeurons) -> pd.DataFrame:
     """The neurons that were edited one by one: prediction and exact ΔCE, the largest first."""
     names = ("layer", "neuron", "largest", "predicted", "exact")
     return pd.DataFrame({name: getattr(found, name).numpy() for name in names})

@@ -14,7 +14,7 @@ import pandas as pd
 
 from analysis.compare import COMPARED, difference, estimate, same_shape, same_windows
 from analysis.errors import UserError
-from analysis.measures.jackknife import FEW_BLOCKS, filled_blocks
+from analysis.measures.jackknife import FEW_JACKKNIFE_BLOCKS, filled_jackknife_blocks
 from analysis.run import Run
 
 TOLD = {
@@ -149,9 +149,9 @@ def warnings(comparison: Comparison) -> Iterator[str]:
     for side in comparison.sides:
         if not side.run.passed:
             yield f"{side.label}: a check or a control failed; its own report says which"
-        blocks = min(filled_blocks(layer.moments) for layer in side.run.layers.values())
-        if blocks < FEW_BLOCKS:
-            yield f"{side.label}: errors rest on {blocks} blocks of sequences, fewer than {FEW_BLOCKS}"
+        blocks = min(filled_jackknife_blocks(layer.moments) for layer in side.run.layers.values())
+        if blocks < FEW_JACKKNIFE_BLOCKS:
+            yield f"{side.label}: errors rest on {blocks} blocks of sequences, fewer than {FEW_JACKKNIFE_BLOCKS}"
 
 
 def _rows(side: Side, reference: Side) -> Iterator[dict[str, Any]]:

@@ -12,11 +12,11 @@ import pandas as pd
 from analysis.causal.costs import rank_correlation
 from reports.causal.tables import ASYMMETRIES
 from reports.findings.markdown import markdown, short
-from reports.findings.runs import QUADRANTS, UNEXPLAINED, Found, cost_per_asymmetry, energy_by_quadrant
+from reports.findings.runs import QUADRANTS, UNEXPLAINED, ModelRuns, cost_per_asymmetry, energy_by_quadrant
 from reports.run.figures import alpha_label, interval
 from reports.run.summary import CHANCE_WORDS, FEW_NEURONS, against_chance
 
-Cell = Callable[[Found], str]
+Cell = Callable[[ModelRuns], str]
 MEASURES = {
     "exchange": "exchange, as stored",
     "exchange_balanced": "exchange, balanced",
@@ -42,7 +42,7 @@ MEASURES = {
 DIGITS = 3
 
 
-def activation_tables(found: Sequence[Found]) -> Iterator[str]:
+def activation_tables(found: Sequence[ModelRuns]) -> Iterator[str]:
     """The paragraphs and tables of all models."""
     yield "**Median over layers (least–greatest).**"
     yield markdown(["", *(one.name for one in found)], [[title, *map(cell, found)] for title, cell in _summary()])
@@ -66,7 +66,7 @@ def activation_tables(found: Sequence[Found]) -> Iterator[str]:
         yield _by_layer(one)
 
 
-def _caption(one: Found) -> str:
+def _caption(one: ModelRuns) -> str:
     corpus, model = one.document["corpus"], one.document["model"]
     return (
         f"**{one.name}: {model['weights']}; {sum(part['tokens_counted'] for part in corpus):,} tokens of "
@@ -101,50 +101,50 @@ def _summary() -> Iterator[tuple[str, Cell]]:
     yield "their median |cos(q, k)|, and that of all", _cosines
 
 
-def _column(column: str, one: Found) -> str:
+def _column(column: str, one: ModelRuns) -> str:
     return _span(one.layers[column])
 
 
-def _energy(quadrants: list[str], one: Found) -> str:
+def _energy(quadrants: list[str], one: ModelRuns) -> str:
     return _span(energy_by_quadrant(one.neurons)[quadrants].sum(axis=1))
 
 
-def _counts(measure: str, null: str, one: Found) -> str:
+def _counts(measure: str, null: str, one: ModelRuns) -> str:
     """In how many layers a measure is above a null, and below, by its 95 % interval; a dash where it has no errors."""
     counts = against_chance(one.layers, measure).get(null)
     return "–" if counts is None else f"{counts[0]} / {counts[1]} of {len(one.layers)}"
 
 
-def _few_neurons(one: Found) -> str:
+def _few_neurons(one: ModelRuns) -> str:
     return _listed(one.layers, one.layers["effective_neurons"] < FEW_NEURONS)
 
 
-def _first_few(one: Found) -> str:
+def _first_few(one: ModelRuns) -> str:
     return "–" if one.first is None else _listed(one.first, one.first["few_tokens"])
 
 
-def _differing(one: Found) -> str:
+def _differing(one: ModelRuns) -> str:
     differing = one.neurons["exchange_balanced_repaired_differs"].astype(bool)
     return f"{differing.sum():,} of {len(differing):,}"
 
 
-def _less_broken(one: Found) -> str:
+def _less_broken(one: ModelRuns) -> str:
     differing = one.neurons[one.neurons["exchange_balanced_repaired_differs"].astype(bool)]
     return f"{(differing['exchange_balanced'] < differing['exchange_balanced_null_repaired']).sum():,}"
 
 
-def _cosines(one: Found) -> str:
+def _cosines(one: ModelRuns) -> str:
     cosines, differing = one.neurons["cos_qk"].abs(), one.neurons["exchange_balanced_repaired_differs"].astype(bool)
     return f"{short(cosines[differing].median(), DIGITS)}, {short(cosines.median(), DIGITS)}"
 
 
-def _curves(found: Sequence[Found]) -> str:
+def _curves(found: Sequence[ModelRuns]) -> str:
     medians = pd.DataFrame({one.name: one.curves.groupby("alpha")["asymmetry"].median() for one in found})
     rows = [[name, *(short(value, DIGITS) for value in medians[name])] for name in medians]
     return markdown(["α", *(alpha_label(alpha) for alpha in medians.index)], rows)
 
 
-def _bridge(found: Sequence[Found]) -> str:
+def _bridge(found: Sequence[ModelRuns]) -> str:
     """One line an edit, two columns a model."""
     known = [*ASYMMETRIES, UNEXPLAINED]
     edits = [edit for edit in known if all((one.costs["edit"] == edit).any() for one in found if one.costs is not None)]
@@ -152,14 +152,14 @@ def _bridge(found: Sequence[Found]) -> str:
     return markdown(header, [[edit, *(cell for one in found for cell in _price(one, edit))] for edit in edits])
 
 
-def _price(one: Found, edit: str) -> tuple[str, str]:
+def _price(one: ModelRuns, edit: str) -> tuple[str, str]:
     table = cost_per_asymmetry(one, edit)
     price, placebo = (table[column] / table["asymmetry"] for column in ("kl", "kl_placebo"))
     rank = rank_correlation(table["kl"].tolist(), table["asymmetry"].tolist())
     return f"{_span(price)} [{short(placebo.median(), DIGITS)}]", f"{rank:.2f}".replace("-", "−")
 
 
-def _heaviest(found: Sequence[Found]) -> str:
+def _heaviest(found: Sequence[ModelRuns]) -> str:
     """One line a layer that few neurons make."""
     header = ["model", "neuron", "effective neurons", "share of energy", "with exchanged", "gate open", "balanced exchange"]
     rows = []
@@ -172,7 +172,7 @@ def _heaviest(found: Sequence[Found]) -> str:
     return markdown([*header, "cos(q, k)", "score over the median", "ΔCE, exchanged alone"], rows)
 
 
-def _cost_alone(one: Found, row: dict[Any, Any]) -> str:
+def _cost_alone(one: ModelRuns, row: dict[Any, Any]) -> str:
     """What exchanging this neuron as stored cost; a dash where it was not among those exchanged one by one."""
     if one.singly is None:
         return "–"
@@ -180,7 +180,7 @@ def _cost_alone(one: Found, row: dict[Any, Any]) -> str:
     return f"{alone['exact'].iloc[0]:+.3f}".replace("-", "−") if len(alone) else "–"
 
 
-def _by_layer(one: Found) -> str:
+def _by_layer(one: ModelRuns) -> str:
     """One line a layer: measures with errors, the excess over each null, and what the first position would do."""
     first = None if one.first is None else one.first.set_index("layer")
     differing = one.neurons.groupby("layer")["exchange_balanced_repaired_differs"].sum()

@@ -11,14 +11,14 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.typing import ColorType
 
 from reports.compare.figures import MARKERS, PALETTE, by_depth
-from reports.findings.runs import Found
+from reports.findings.runs import ModelRuns
 from reports.run.figures import MAIN_MEASURES, NULLS, interval
 
 EXCHANGE = "exchange_balanced"
 TOGETHER = ("bilinear_share", "scaling_double")
 
 
-def draw_families(found: Sequence[Found]) -> Figure:
+def draw_families(found: Sequence[ModelRuns]) -> Figure:
     """Above a panel a model with its nulls, below a panel a measure with every model in it."""
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"), rc_context({"text.parse_math": False}):
         figure = Figure(figsize=(9, 7.5), layout="constrained")
@@ -39,14 +39,14 @@ def draw_families(found: Sequence[Found]) -> Figure:
     return figure
 
 
-def exchange_nulls(one: Found, ax: Axes) -> Axes:
+def exchange_nulls(one: ModelRuns, ax: Axes) -> Axes:
     """What chance gives for balanced exchange, a line a null."""
     for suffix, (label, color, style) in NULLS.items():
         ax.plot(one.depth, one.layers[f"{EXCHANGE}_{suffix}"], color=color, linestyle=style, label=label)
     return ax
 
 
-def _measure(one: Found, measure: str, ax: Axes, color: ColorType, marker: str) -> Axes:
+def _measure(one: ModelRuns, measure: str, ax: Axes, color: ColorType, marker: str) -> Axes:
     values, reach = one.layers[measure], interval(one.layers, measure)
     return by_depth(pd.DataFrame({"depth": one.depth, "value": values, "value_reach": reach}), ax, color, marker)
 

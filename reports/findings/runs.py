@@ -19,7 +19,7 @@ UNEXPLAINED = "bilinear"
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelRuns:
     """What a run says of one model.
 
     Attributes:
@@ -50,7 +50,7 @@ class Found:
         return (self.layers["layer"] + 0.5) / self.document["model"]["n_layers"]
 
 
-def found_in(runs: Sequence[Path], first: Sequence[Path] = (), costs: Sequence[Path] = ()) -> list[Found]:
+def found_in(runs: Sequence[Path], first: Sequence[Path] = (), costs: Sequence[Path] = ()) -> list[ModelRuns]:
     """Read runs, and to each the other runs of its model; UserError if one is not what its place says, or of no model."""
     documents = {directory: _document(directory) for directory in (*runs, *first, *costs)}
     names = [documents[directory]["model"]["name"] for directory in runs]
@@ -79,7 +79,7 @@ def energy_by_quadrant(neurons: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(parts).groupby(live["layer"]).sum()
 
 
-def cost_per_asymmetry(one: Found, edit: str) -> pd.DataFrame:
+def cost_per_asymmetry(one: ModelRuns, edit: str) -> pd.DataFrame:
     """By layer: the KL of an edit, that of its placebo, and the asymmetry of the activations under it."""
     assert one.costs is not None
     costs = one.costs[one.costs["edit"] == edit].set_index("layer")[["kl", "kl_placebo"]]
@@ -103,12 +103,12 @@ def heaviest_neurons(run: Run, neurons: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).merge(placed, on=["layer", "place"])
 
 
-def _found(directory: Path, document: dict[str, Any], first: Path | None, costs: Path | None) -> Found:
+def _found(directory: Path, document: dict[str, Any], first: Path | None, costs: Path | None) -> ModelRuns:
     layers = pd.read_csv(directory / "layers.csv")
     if "exchange_balanced_null_random" not in layers:
         raise UserError(f"{directory} has no null of random weights: analyze with --null random-init")
     neurons = pd.read_parquet(directory / "neurons.parquet")
-    return Found(
+    return ModelRuns(
         document,
         layers,
         pd.read_csv(directory / "curves.csv"),

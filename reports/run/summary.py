@@ -11,7 +11,7 @@ from rich.text import Text
 
 from analysis.measures.estimates import CHANGED, FEW_EXPERT_TOKENS, TOKEN_MEASURES
 from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE
-from analysis.measures.jackknife import FEW_BLOCKS
+from analysis.measures.jackknife import FEW_JACKKNIFE_BLOCKS
 from analysis.run import Run
 from analysis.weights.experts import SHARED, neuron_name
 from reports.run.figures import interval
@@ -138,8 +138,8 @@ def _against_chance(tables: Tables) -> Iterator[str]:
 
 def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None) -> Iterator[str]:
     """What a reader must know before believing a number: outliers, sinks, failed checks, skipped layers."""
-    if 1 < (blocks := int(layers["n_blocks"].min())) < FEW_BLOCKS:
-        yield f"errors rest on {blocks} blocks of sequences, fewer than {FEW_BLOCKS}: give more text"
+    if 1 < (blocks := int(layers["n_blocks"].min())) < FEW_JACKKNIFE_BLOCKS:
+        yield f"errors rest on {blocks} blocks of sequences, fewer than {FEW_JACKKNIFE_BLOCKS}: give more text"
     yield from _carried(run, layers)
     if experts is not None:
         yield from _seen_little(experts)
@@ -169,7 +169,7 @@ def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None)
 
 def _carried(run: Run, layers: pd.DataFrame) -> Iterator[str]:
     """Layers whose numbers a handful of tokens make, with the heaviest of them."""
-    for index, places in run.carriers().items():
+    for index, places in run.massive_activation_tokens().items():
         row, top = layers.set_index("layer").loc[index], places[0]
         moved = (name for name in TOKEN_MEASURES if abs(row[name] - row[f"{name}_trimmed"]) > CHANGED * row[name])
         without = ", ".join(f"{name} {row[name]:.3f} → {row[name + '_trimmed']:.3f}" for name in islice(moved, 2))

@@ -163,7 +163,7 @@ def test_a_clamp_that_acts_on_the_text_alone_fails_a_check(family: str, tmp_path
     """What a layer proved on random tokens is proved again on the text: here h is cut there, and not on the probe."""
     model = load_model(str(save_tiny(family, tmp_path / "model")), device="cpu")
     text = model.read(context=32, max_tokens=160)
-    module = model.plain.model.layers[1].mlp
+    module = model.hf_model.model.layers[1].mlp
     if family == "llama":
         act = module.act_fn.forward
         module.act_fn.forward = lambda z: act(z).clamp(max=0.1)

@@ -10,14 +10,14 @@ from torch import Tensor
 from analysis.errors import UserError
 from analysis.measures import asymmetry as measures
 from analysis.measures.controls import measure_controls
-from analysis.measures.gaussian_null import Law, gaussian_nulls
+from analysis.measures.gaussian_null import GaussianFit, gaussian_nulls
 from analysis.sums.layout import scaling_name
 from analysis.theory.actions import ChangeOfBasis, Permutation, residual
 from analysis.theory.conversions import absorbed_biases, low_rank_gated
 from analysis.theory.gated import GatedMLP, LowRankGated
 from analysis.units.registry import unit_named
 from hooks.collect import analyze
-from hooks.locating.sites import Found
+from hooks.locating.sites import LocatedLayers
 from hooks.models import LoadedModel
 from hooks.neuron import inspect_neuron
 from reports.theory.figures import units_figure
@@ -129,7 +129,7 @@ def test_scaling_is_exact_for_a_gate_that_is_linear_above_its_cutoff() -> None:
 
 
 def test_a_neuron_of_its_own_has_no_gaussian_null(case: Case) -> None:
-    law = Law.of(case.moments.neuron)
+    law = GaussianFit.of(case.moments.neuron)
     found = gaussian_nulls(law, case.unit, case.balance, case.layout.alphas)
     assert set(found) == {"exchange", "exchange_balanced", *map(scaling_name, case.layout.alphas)}
     assert all(null.by_neuron.isnan().all() and math.isnan(null.pooled(case.weight)) for null in found.values())
@@ -148,7 +148,7 @@ def test_a_run_says_why_there_is_no_gaussian_null(llama: LoadedModel) -> None:
 
 
 def test_one_neuron_of_such_a_layer_is_not_shown(llama: LoadedModel) -> None:
-    found = Found({index: replace(site, unit=unit_named(NAME)) for index, site in llama.sites.items()})
+    found = LocatedLayers({index: replace(site, unit=unit_named(NAME)) for index, site in llama.sites.items()})
     with pytest.raises(UserError, match=r"gates of layer 1 hang together \(top_k.*neurons.parquet"):
         inspect_neuron(replace(llama, found=found), llama.read(context=32, max_tokens=64), "1:7", quiet=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from analysis.measures.asymmetry import Measure, excess_over_repaired, exchange, exchange_null_repaired
 from analysis.measures.jackknife import jackknife, pooled_error, t95
 from analysis.sums.layout import Layout, Sums
-from analysis.sums.moments import N_BLOCKS, Moments
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, Moments
 from analysis.units.registry import unit_named
 from tests.helpers.analysis_helpers import assert_close
 
@@ -83,7 +83,7 @@ def errors_of(measure: Measure, values: Tensor) -> Tensor:
     return errors
 
 
-PLANS = {"16 blocks": (N_BLOCKS, 2, 16, 2.131), "8 sequences": (8, 1, 64, 2.365)}
+PLANS = {"16 blocks": (N_JACKKNIFE_BLOCKS, 2, 16, 2.131), "8 sequences": (8, 1, 64, 2.365)}
 """Blocks, sequences in each, tokens in each, and Student's 97.5 % point from a table."""
 
 

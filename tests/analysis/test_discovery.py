@@ -11,7 +11,7 @@ from analysis.measures import asymmetry as measures
 from analysis.measures.asymmetry import LAYER_MEASURES
 from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE, false_discovery, repaired_p
 from analysis.measures.jackknife import t95
-from analysis.measures.permutation_null import pairing_variance
+from analysis.measures.permutation_null import permutation_variance
 from analysis.run import Layer
 from analysis.sums.batch import Batch, Window
 from analysis.sums.layout import Layout
@@ -190,9 +190,9 @@ def test_the_variance_of_a_pairing_is_that_over_all_permutations() -> None:
     neurons, partners, both = (torch.randn(*shape, generator=generator).double() for shape in ((60, 1), (1, 60), (60, 60)))
     draws = derangements(60, 4, seed=1)
     for parts, expected in ((neurons + partners, 0.0), (5 * (neurons + partners) + both, by_hoeffding(both))):
-        estimated = pairing_variance(parts[torch.arange(60), draws], draws)
+        estimated = permutation_variance(parts[torch.arange(60), draws], draws)
         assert estimated == pytest.approx(expected, rel=0.15, abs=1e-9)
 
 
 def test_two_pairings_cannot_tell_their_own_variance() -> None:
-    assert math.isnan(pairing_variance(torch.rand(2, 5).double(), derangements(5, 2, seed=0)))
+    assert math.isnan(permutation_variance(torch.rand(2, 5).double(), derangements(5, 2, seed=0)))

@@ -15,9 +15,9 @@ from analysis.causal.edits import (
     ABLATIONS,
     DEFAULT_EDITS,
     Change,
-    Exchange,
-    Fit,
+    EditCoefficients,
     Partial,
+    PlainExchange,
     Rescaled,
     Zero,
     existing_edits,
@@ -56,9 +56,11 @@ TWINS: dict[str, Scalar] = {
 }
 
 
-def random_fit(d_mlp: int) -> Fit:
+def random_fit(d_mlp: int) -> EditCoefficients:
     generator = torch.Generator().manual_seed(3)
-    return Fit(*(torch.randn(d_mlp, generator=generator, dtype=torch.float64) for _ in fields(Fit)))
+    return EditCoefficients(
+        *(torch.randn(d_mlp, generator=generator, dtype=torch.float64) for _ in fields(EditCoefficients))
+    )
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -67,7 +69,7 @@ def test_each_edit_is_its_scalar_twin(name: str) -> None:
     fit = random_fit(5)
     changed = make_edit(name, fit)(a, b, SILU)
     for j in range(5):
-        knows = {item.name: getattr(fit, item.name)[j].item() for item in fields(Fit)}
+        knows = {item.name: getattr(fit, item.name)[j].item() for item in fields(EditCoefficients)}
         for t in range(7):
             assert changed[t, j].item() == pytest.approx(TWINS[name](a[t, j].item(), b[t, j].item(), knows), rel=1e-12)
 
@@ -89,10 +91,10 @@ def test_the_limits_are_what_scales_tend_to() -> None:
 
 def test_part_of_an_edit_lies_between() -> None:
     a, b = torch.randn(2, 6, 4, dtype=torch.float64)
-    h, changed = SILU(a, b), Exchange()(a, b, SILU)
-    torch.testing.assert_close(Partial(Exchange(), 0.0)(a, b, SILU), h)
-    torch.testing.assert_close(Partial(Exchange(), 1.0)(a, b, SILU), changed)
-    torch.testing.assert_close(Partial(Exchange(), 0.25)(a, b, SILU), 0.75 * h + 0.25 * changed)
+    h, changed = SILU(a, b), PlainExchange()(a, b, SILU)
+    torch.testing.assert_close(Partial(PlainExchange(), 0.0)(a, b, SILU), h)
+    torch.testing.assert_close(Partial(PlainExchange(), 1.0)(a, b, SILU), changed)
+    torch.testing.assert_close(Partial(PlainExchange(), 0.25)(a, b, SILU), 0.75 * h + 0.25 * changed)
 
 
 @pytest.mark.parametrize("beta", [3.0, -3.0])
@@ -105,7 +107,7 @@ def test_a_change_touches_nothing_else() -> None:
     a, b = torch.randn(2, 2, 6, 4)
     h = SILU(a, b)
     positions = torch.tensor([[False, True, True, False, False, True], [True] * 6])
-    changed = Change(Exchange(), SILU, torch.tensor([1, 3]), positions)(a, b, h)
+    changed = Change(PlainExchange(), SILU, torch.tensor([1, 3]), positions)(a, b, h)
     for row in range(2):
         for t in range(6):
             for j in range(4):
@@ -123,8 +125,8 @@ def test_a_placebo_moves_every_token_as_far_as_the_edit() -> None:
     noise = directions(0, 3, 5, 9, 40)
     positions = torch.arange(9) >= 2
     neurons = torch.arange(3, 30)
-    edited = Change(Exchange(), SILU, neurons, positions)(a, b, h)
-    placebo = Change(Exchange(), SILU, neurons, positions, noise)(a, b, h)
+    edited = Change(PlainExchange(), SILU, neurons, positions)(a, b, h)
+    placebo = Change(PlainExchange(), SILU, neurons, positions, noise)(a, b, h)
     far, moved = (edited - h).norm(dim=-1), placebo - h
     torch.testing.assert_close(moved.norm(dim=-1), far, rtol=1e-5, atol=1e-6)
     assert torch.equal(placebo[:2], h[:2])

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from analysis.measures import asymmetry as measures
-from analysis.measures.gaussian_null import Law, gaussian_nulls
+from analysis.measures.gaussian_null import GaussianFit, gaussian_nulls
 from analysis.measures.jackknife import pooled_error
-from analysis.measures.permutation_null import pairing_variance
+from analysis.measures.permutation_null import permutation_variance
 from analysis.sums.layout import scaling_name
-from analysis.sums.moments import BLOCK_RATIO_BINS, N_BLOCKS, RATIO_BINS
+from analysis.sums.moments import BLOCK_RATIO_BINS, N_JACKKNIFE_BLOCKS, RATIO_BINS
 from analysis.units.registry import Unit, unit_named
 from tests.helpers import reference
 from tests.helpers.analysis_helpers import (
@@ -51,7 +51,7 @@ def assert_agree(actual: Mapping[str, Any], expected: Mapping[str, Any], but_for
 
 def layer(name: str = "silu", draws: int = 3, d_mlp: int = 6) -> Case:
     """A layer with a sequence in every jackknife block."""
-    return random_case(name, (11, 1, 19, 7) * (N_BLOCKS // 4), d_mlp, draws=draws)
+    return random_case(name, (11, 1, 19, 7) * (N_JACKKNIFE_BLOCKS // 4), d_mlp, draws=draws)
 
 
 @pytest.mark.parametrize("beta", BETAS.values(), ids=BETAS)
@@ -94,7 +94,7 @@ def test_curves_equal_the_twins(unit: Unit) -> None:
     g, curve = scalar_unit(unit), case.estimates.curve_numbers()
     assert curve["alpha"] == list(case.layout.alphas)
     everyone = reference.everyone_else(a, b, case.k.tolist() if unit.up_is_linear else None)
-    gaussian = gaussian_nulls(Law.of(case.moments.neuron), unit, case.balance, case.layout.alphas)
+    gaussian = gaussian_nulls(GaussianFit.of(case.moments.neuron), unit, case.balance, case.layout.alphas)
     errors = pooled_error(measures.scaling, case.moments)
     for index, alpha in enumerate(case.layout.alphas):
         row = {name: column[index] for name, column in curve.items()}
@@ -123,7 +123,7 @@ def test_the_error_of_a_layers_excess_is_that_of_the_difference() -> None:
     """Measure and null without each block, not a sum of two errors."""
     case = layer()
     parts = case.parts
-    without = [sum_of(parts[:k] + parts[k + 1 :]) for k in range(N_BLOCKS)]
+    without = [sum_of(parts[:k] + parts[k + 1 :]) for k in range(N_JACKKNIFE_BLOCKS)]
     for name in ("exchange", "exchange_balanced", "scaling_double"):
         own, null = measures.LAYER_MEASURES[name], measures.REPAIRED_NULLS[name]
         tokens = reference.jackknife([float(own(sums) - null(sums)) for sums in without])
@@ -152,7 +152,7 @@ def pairing_chance(case: Case, name: str) -> float:
     shape = case.partners.shape
     gaps, scales = (torch.tensor(x, dtype=torch.float64).reshape(shape) for x in (sums, totals))
     parts = (gaps - gaps.sum() / scales.sum() * scales) / (scales.sum() / shape[0])
-    return pairing_variance(parts, case.partners) * (1 if name == "scaling_double" else 1 + 1 / shape[0])
+    return permutation_variance(parts, case.partners) * (1 if name == "scaling_double" else 1 + 1 / shape[0])
 
 
 def sum_of(parts: list[Any]) -> Any:
@@ -163,10 +163,10 @@ def test_the_error_of_a_layers_gaussian_excess_is_that_of_the_difference() -> No
     """Without each group of two blocks, the null from the moments that remain, by a coarser quadrature."""
     case, replicates = layer(), []
     parts = case.parts
-    for k in range(0, N_BLOCKS, 2):
+    for k in range(0, N_JACKKNIFE_BLOCKS, 2):
         kept = parts[:k] + parts[k + 2 :]
         rest = sum(kept[1:], kept[0])
-        null = gaussian_nulls(Law.of(rest.neuron), case.unit, case.balance, (2.0,))["scaling 2"]
+        null = gaussian_nulls(GaussianFit.of(rest.neuron), case.unit, case.balance, (2.0,))["scaling 2"]
         replicates.append(float(measures.at_scale(measures.scaling, 2.0)(layer_sums(rest))) - null.pooled(case.weight))
     error = case.estimates.layer_numbers()["scaling_double_excess_gaussian_se"]
     assert error == pytest.approx(reference.jackknife(replicates), rel=0.05)

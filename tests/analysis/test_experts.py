@@ -11,15 +11,23 @@ import torch
 from torch import Tensor
 
 from analysis.measures.estimates import FEW_EXPERT_TOKENS, Estimates
-from analysis.measures.gaussian_null import Law, gaussian_nulls
-from analysis.measures.permutation_null import experts_pairing_variance, pairing_variance
+from analysis.measures.gaussian_null import GaussianFit, gaussian_nulls
+from analysis.measures.permutation_null import experts_permutation_variance, permutation_variance
 from analysis.sums import tiled as tile
 from analysis.sums.batch import Batch, Window
 from analysis.sums.eager import tile_sums
 from analysis.sums.extremes import TOP_TOKENS, Heaviest, TopTokens
 from analysis.sums.kernel import EXPERT_TILE, TILE, FusedReducer, _tiled
 from analysis.sums.layout import QUADRANTS, Layout
-from analysis.sums.moments import BLOCK_RATIO_BINS, ENERGY_BINS, N_BLOCKS, N_GROUPS, RATIO_BINS, Accumulator, Moments
+from analysis.sums.moments import (
+    BLOCK_RATIO_BINS,
+    ENERGY_BINS,
+    N_JACKKNIFE_BLOCKS,
+    N_JACKKNIFE_GROUPS,
+    RATIO_BINS,
+    Accumulator,
+    Moments,
+)
 from analysis.sums.reducer import Reducer, TokenSums, Totals
 from analysis.sums.tiled import TileReducer
 from analysis.units.registry import GatedUnit
@@ -210,14 +218,16 @@ def test_every_sum_of_every_neuron_equals_the_twin(found: Moments, twin: Twin) -
 
 def test_blocks_groups_and_signs_equal_the_twin(found: Moments, twin: Twin) -> None:
     narrow = found.layout.narrow
-    for block in range(N_BLOCKS):
+    for block in range(N_JACKKNIFE_BLOCKS):
         table = twin.table([place for place, _, its in twin.tokens() if its == block])
         torch.testing.assert_close(found.pooled.values[:, block], table @ twin.weight, rtol=1e-9, atol=1e-9)
         rows = torch.cat([table[found.layout.rows[f"count_{q}"]] for q in QUADRANTS])
         assert torch.equal(found.signs[:, block], rows.sum(dim=1))
         assert int(found.blocks[block]) == sum(its == block for *_, its in twin.tokens())
-    for group in range(N_GROUPS):
-        table = twin.table([place for place, _, its in twin.tokens() if its * N_GROUPS // N_BLOCKS == group])
+    for group in range(N_JACKKNIFE_GROUPS):
+        table = twin.table(
+            [place for place, _, its in twin.tokens() if its * N_JACKKNIFE_GROUPS // N_JACKKNIFE_BLOCKS == group]
+        )
         torch.testing.assert_close(found.neuron_groups[group].double(), narrow(table), rtol=1e-5, atol=1e-5)
 
 
@@ -246,7 +256,7 @@ def test_token_histograms_equal_the_twin(found: Moments, twin: Twin) -> None:
             for ratio in ratios:
                 expected[min(int(ratio * bins), bins - 1)] += 1
             assert torch.equal(histogram[measure], expected), found.layout.token_measures[measure]
-    for block in range(N_BLOCKS):
+    for block in range(N_JACKKNIFE_BLOCKS):
         assert (found.token_ratio_blocks[:, block].sum(dim=1) == blocks.count(block)).all()
     octave = ((energy.double().log2() + 64) * 8).long()
     assert int(octave.max()) < ENERGY_BINS
@@ -521,8 +531,10 @@ def test_a_layer_with_an_idle_expert_has_all_its_numbers(estimates: Estimates) -
 @pytest.mark.parametrize("name", ["exchange", "exchange_balanced", "scaling_double", "bilinear_share"])
 def test_an_experts_error_is_that_of_leaving_out_groups_of_blocks(wide: Mixture, estimates: Estimates, name: str) -> None:
     replicates = []
-    for group in range(N_GROUPS):
-        kept = torch.tensor([block * N_GROUPS // N_BLOCKS != group for block in wide.blocks]).repeat_interleave(12)
+    for group in range(N_JACKKNIFE_GROUPS):
+        kept = torch.tensor(
+            [block * N_JACKKNIFE_GROUPS // N_JACKKNIFE_BLOCKS != group for block in wide.blocks]
+        ).repeat_interleave(12)
         rest = wide.weighted(lambda weight, kept=kept: torch.where(kept, weight, torch.nan))  # type: ignore[misc]
         replicates.append(estimates_of(rest).expert_numbers()[2][name])
     error = estimates.expert_numbers()[2][f"{name}_se"]
@@ -557,7 +569,7 @@ def test_the_gaussian_null_weighs_neurons_by_the_tokens_they_saw(wide: Mixture, 
 
         mean_a, mean_b = mean(case.a), mean(case.b)
         std_a, std_b = (mean((x - m) ** 2).sqrt() for x, m in ((case.a, mean_a), (case.b, mean_b)))
-        law = Law(mean_a, mean_b, std_a, std_b, mean((case.a - mean_a) * (case.b - mean_b)) / (std_a * std_b))
+        law = GaussianFit(mean_a, mean_b, std_a, std_b, mean((case.a - mean_a) * (case.b - mean_b)) / (std_a * std_b))
         null = gaussian_nulls(law, case.unit, case.balance, ())["exchange_balanced"]
         gap += total * float(null.gap @ case.weight)
         scale += total * float(null.scale @ case.weight)
@@ -568,11 +580,11 @@ def test_the_gaussian_null_weighs_neurons_by_the_tokens_they_saw(wide: Mixture, 
 
 def test_the_chance_of_pairing_is_that_of_each_expert(estimates: Estimates, wide: Mixture) -> None:
     parts = torch.randn(3, wide.d_mlp, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    together, alone = experts_pairing_variance(parts, wide.partners, wide.experts), []
+    together, alone = experts_permutation_variance(parts, wide.partners, wide.experts), []
     for start, case in zip(wide.starts, wide.cases, strict=True):
-        alone.append(pairing_variance(parts[:, start : start + len(case.q)], case.partners))
+        alone.append(permutation_variance(parts[:, start : start + len(case.q)], case.partners))
     assert together == pytest.approx(sum(alone), rel=1e-12)
-    assert together != pytest.approx(pairing_variance(parts, wide.partners), rel=1e-3)
+    assert together != pytest.approx(permutation_variance(parts, wide.partners), rel=1e-3)
     assert estimates.layer_numbers()["exchange_excess_repaired_se"] > 0
 
 

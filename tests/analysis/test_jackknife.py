@@ -11,7 +11,7 @@ from torch import Tensor
 
 from analysis.measures import asymmetry as measures
 from analysis.measures.jackknife import (
-    filled_blocks,
+    filled_jackknife_blocks,
     gate_positive_error,
     jackknife,
     neuron_error,
@@ -20,7 +20,7 @@ from analysis.measures.jackknife import (
     t95,
 )
 from analysis.sums.layout import MAIN_SCALES, Layout, Sums
-from analysis.sums.moments import N_BLOCKS, N_GROUPS, Moments
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Moments
 from tests.helpers import reference
 from tests.helpers.analysis_helpers import assert_close, layer_sums, random_case
 
@@ -66,7 +66,7 @@ def test_replicates_are_the_measure_without_each_block() -> None:
     assert_close(pooled_error(measures.exchange_relative_change, case.moments), expected)
 
 
-@pytest.mark.parametrize("n_blocks", [2, 3, N_BLOCKS])
+@pytest.mark.parametrize("n_blocks", [2, 3, N_JACKKNIFE_BLOCKS])
 def test_error_of_a_mean_is_its_standard_error(n_blocks: int) -> None:
     values = torch.randn(n_blocks, generator=torch.Generator().manual_seed(n_blocks), dtype=torch.float64)
     error = pooled_error(mean_of_a, table(a=values, b=torch.ones_like(values)))
@@ -77,7 +77,7 @@ def test_blocks_without_tokens_do_not_count() -> None:
     case = random_case("silu", (70, 21, 40), 3)
     scattered = [case.moments_of(a, b, block) for (a, b), block in zip(case.sequences, (15, 5, 12), strict=True)]
     moments = reduce(add, scattered)
-    assert filled_blocks(moments) == 3
+    assert filled_jackknife_blocks(moments) == 3
     assert_close(pooled_error(measures.exchange, moments), pooled_error(measures.exchange, case.moments))
 
 
@@ -86,7 +86,7 @@ def test_block_without_energy_counts() -> None:
     values = torch.tensor([1.0, 3.0, 0.0], dtype=torch.float64)
     swapped = torch.tensor([2.0, 1.0, 0.0], dtype=torch.float64)
     moments = table(exchange_gap=values, hh=values, exchange=swapped)
-    assert filled_blocks(moments) == 3
+    assert filled_jackknife_blocks(moments) == 3
     assert_close(pooled_error(measures.exchange, moments), reference.jackknife_se(values, 2 * (values + swapped)))
 
 
@@ -99,11 +99,11 @@ def test_equal_blocks_have_no_error() -> None:
 def test_fewer_than_two_blocks_have_no_error_to_give(lengths: tuple[int, ...]) -> None:
     case = random_case("silu", (70, 21), 3)
     moments = reduce(add, case.parts[: len(lengths)], Moments.empty(3, case.layout))
-    assert filled_blocks(moments) == len(lengths)
+    assert filled_jackknife_blocks(moments) == len(lengths)
     assert pooled_error(measures.exchange, moments).isnan()
     assert pooled_error(measures.scaling, moments).isnan().all()
     assert pooled_error(measures.scaling, moments).shape == (len(case.layout.alphas),)
-    assert math.isnan(t95(filled_blocks(moments)))
+    assert math.isnan(t95(filled_jackknife_blocks(moments)))
     if lengths:
         assert neuron_error(measures.exchange, moments).isnan().all()
         assert neuron_error(measures.exchange, moments).shape == (3,)
@@ -132,7 +132,7 @@ def test_the_error_of_open_gates_equals_the_twin() -> None:
 def test_neuron_errors_are_those_of_groups_of_blocks(measure: str, empty: tuple[int, ...]) -> None:
     """Each neuron's number without each group of consecutive blocks; a group without tokens is none."""
     case = random_case("silu", (9, 12, 7) * 4, 3)
-    blocks = [block for block in range(N_BLOCKS) if block // 2 not in empty]
+    blocks = [block for block in range(N_JACKKNIFE_BLOCKS) if block // 2 not in empty]
     pieces = list(zip(blocks, case.sequences, strict=False))
     function = {**measures.LAYER_MEASURES, "bilinear_share": measures.bilinear_share}[measure]
     groups = sorted({block // 2 for block, _ in pieces})
@@ -141,17 +141,17 @@ def test_neuron_errors_are_those_of_groups_of_blocks(measure: str, empty: tuple[
         for group in groups
     ]
     moments = reduce(add, [case.moments_of(*ab, block) for block, ab in pieces])
-    assert len(groups) <= N_GROUPS
+    assert len(groups) <= N_JACKKNIFE_GROUPS
     for neuron, error in enumerate(neuron_error(function, moments).tolist()):
         twin = reference.jackknife([float(replicate[neuron]) for replicate in replicates])
         assert error == pytest.approx(twin, rel=2e-5, abs=1e-8)  # sums of groups are kept in single precision
 
 
 def test_the_error_of_a_neurons_excess_is_that_of_the_difference() -> None:
-    case = random_case("silu", (9,) * N_BLOCKS, 3, draws=3)
+    case = random_case("silu", (9,) * N_JACKKNIFE_BLOCKS, 3, draws=3)
     own, chance = measures.exchange, measures.exchange_null_repaired
-    parts = [reduce(add, case.parts[start : start + 2]) for start in range(0, N_BLOCKS, 2)]
-    without = [reduce(add, parts[:k] + parts[k + 1 :]).neuron for k in range(N_GROUPS)]
+    parts = [reduce(add, case.parts[start : start + 2]) for start in range(0, N_JACKKNIFE_BLOCKS, 2)]
+    without = [reduce(add, parts[:k] + parts[k + 1 :]).neuron for k in range(N_JACKKNIFE_GROUPS)]
     expected = [reference.jackknife(x.tolist()) for x in torch.stack([own(x) - chance(x) for x in without], dim=1)]
     error = neuron_error(measures.excess_over_repaired("exchange"), case.moments)
     torch.testing.assert_close(error, torch.tensor(expected, dtype=torch.float64), rtol=2e-5, atol=1e-8)

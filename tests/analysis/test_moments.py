@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.measures.gaussian_null import Law
+from analysis.measures.gaussian_null import GaussianFit
 from analysis.sums.batch import Window
 from analysis.sums.layout import Layout, Sums
-from analysis.sums.moments import N_BLOCKS, N_GROUPS, RATIO_BINS, Moments
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, RATIO_BINS, Moments
 from analysis.sums.tiled import TILE
 from analysis.units.registry import unit_named
 from analysis.weights.geometry import derangements
@@ -81,7 +81,7 @@ def split(case: Case, cuts: list[int], blocks: list[int]) -> list[Moments]:
     ]
 
 
-def random_splits(case: Case, blocks: int = N_BLOCKS) -> Iterator[list[Moments]]:
+def random_splits(case: Case, blocks: int = N_JACKKNIFE_BLOCKS) -> Iterator[list[Moments]]:
     """Three random ways to cut the tokens into four sequences, the first of one token, each in a random block."""
     generator = torch.Generator().manual_seed(7)
     for _ in range(3):
@@ -174,8 +174,8 @@ def test_each_sequence_is_pooled_in_its_own_block() -> None:
 
 
 def test_consecutive_blocks_share_a_group() -> None:
-    case = random_case("silu", (9,) * N_BLOCKS, 3)
-    per_group = N_BLOCKS // N_GROUPS
+    case = random_case("silu", (9,) * N_JACKKNIFE_BLOCKS, 3)
+    per_group = N_JACKKNIFE_BLOCKS // N_JACKKNIFE_GROUPS
     for group, sums in enumerate(case.moments.neuron_groups.double()):
         mine = reduce(add, case.parts[group * per_group : (group + 1) * per_group]).neuron.values
         torch.testing.assert_close(sums, case.layout.narrow(mine), rtol=1e-5, atol=1e-5)
@@ -205,7 +205,7 @@ def test_inputs_of_a_batch_are_unchanged() -> None:
 def test_first_moments_equal_the_twin(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
     case = random_case("silu", lengths, 4, dtype=dtype)
     twin = reference.moments(*case.grids[:2])
-    actual = vars(Law.of(case.moments.neuron))
+    actual = vars(GaussianFit.of(case.moments.neuron))
     assert actual.keys() == twin.keys()
     for name, values in twin.items():
         assert_close(actual[name], values, what=name)  # a and b are summed in float64 whatever they come in
@@ -217,7 +217,7 @@ def test_data_far_from_zero(dtype: torch.dtype) -> None:
     case = random_case("silu", (1, 400, 399), 4)
     case = case.with_data(lambda a, b: ((a + 1000 * case.a.std(0)).to(dtype), (b - 1000 * case.b.std(0)).to(dtype)))
     moments = case.moments
-    twin, actual = reference.moments(*case.grids[:2]), vars(Law.of(moments.neuron))
+    twin, actual = reference.moments(*case.grids[:2]), vars(GaussianFit.of(moments.neuron))
     for name, values in twin.items():
         torch.testing.assert_close(actual[name], torch.tensor(values, dtype=torch.float64), rtol=1e-6, atol=1e-6)
 
@@ -225,7 +225,7 @@ def test_data_far_from_zero(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("constant", [0.0, 0.1, -1e3 / 3])
 def test_correlation_with_a_constant_is_missing(constant: float) -> None:
     case = random_case("silu", (37,), 3).with_data(lambda a, b: (torch.full_like(a, constant), b))
-    law = Law.of(case.moments.neuron)
+    law = GaussianFit.of(case.moments.neuron)
     torch.testing.assert_close(law.std_a, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-4)
     assert law.corr_ab.isnan().all()
 

@@ -8,10 +8,10 @@ from numpy.polynomial.hermite_e import hermegauss
 from torch import Tensor
 
 from analysis.measures import asymmetry as measures
-from analysis.measures.gaussian_null import Law, Parts, gaussian_nulls
+from analysis.measures.gaussian_null import GaussianFit, Parts, gaussian_nulls
 from analysis.measures.jackknife import pooled_error
 from analysis.sums.layout import DEFAULT_ALPHAS, Layout, scaling_name
-from analysis.sums.reducer import N_BLOCKS
+from analysis.sums.reducer import N_JACKKNIFE_BLOCKS
 from analysis.units.registry import Unit, unit_named
 from tests.helpers.analysis_helpers import Case, ClampedUnit, SymmetricUnit, assert_close, layer_sums, random_case
 
@@ -34,8 +34,8 @@ BALANCE = torch.tensor([1.0, -1.0, 2.0, -0.5, 0.7, 3.0, -2.0], dtype=torch.float
 ALPHAS = (-1.0, 0.125, 2.0, 8.0)
 
 
-def law_of(laws: Tensor) -> Law:
-    return Law(*laws.T)
+def law_of(laws: Tensor) -> GaussianFit:
+    return GaussianFit(*laws.T)
 
 
 def nulls(unit: Unit, laws: Tensor = LAWS, alphas: tuple[float, ...] = ALPHAS) -> dict[str, Parts]:
@@ -155,7 +155,7 @@ def test_gaussian_null_of_constants_is_their_own_asymmetry(null: str) -> None:
 
 def gaussian_case() -> Case:
     """A layer of Gaussian data, a few thousand tokens in every jackknife block."""
-    return random_case("silu", (640,) * N_BLOCKS, 4, dtype=torch.float32, seed=1)
+    return random_case("silu", (640,) * N_JACKKNIFE_BLOCKS, 4, dtype=torch.float32, seed=1)
 
 
 def test_gaussian_nulls_equal_the_numbers_of_gaussian_data() -> None:
@@ -176,7 +176,7 @@ def test_gaussian_nulls_equal_the_numbers_of_gaussian_data() -> None:
 
 def test_gaussian_nulls_differ_from_the_numbers_of_other_data() -> None:
     """Signs have the first two moments of normal numbers but not their shape: the null must be able to be missed."""
-    case = random_case("silu", (64,) * N_BLOCKS, 4).with_data(lambda a, b: (a.sign(), b.sign()))
+    case = random_case("silu", (64,) * N_JACKKNIFE_BLOCKS, 4).with_data(lambda a, b: (a.sign(), b.sign()))
     numbers = case.estimates.layer_numbers()
     for name in ("exchange", "scaling_flip"):
         assert abs(numbers[f"{name}_excess_gaussian"]) > 4 * numbers[f"{name}_excess_gaussian_se"], name
@@ -186,7 +186,7 @@ def test_gaussian_nulls_differ_from_the_numbers_of_other_data() -> None:
 def test_gaussian_nulls_follow_the_neurons_own_moments() -> None:
     """The numbers of a run are those of the law of its sums, at the balance of its weights."""
     case = random_case("gelu", (80,), 4)
-    law = Law.of(case.moments.neuron)
+    law = GaussianFit.of(case.moments.neuron)
     expected = gaussian_nulls(law, case.unit, case.balance, (2.0,))
     columns = case.estimates.neuron_numbers()
     for name, null in (("exchange",) * 2, ("exchange_balanced",) * 2, ("scaling_double", "scaling 2")):
@@ -205,7 +205,7 @@ def test_default_scales_and_the_main_ones_all_have_a_null() -> None:
 def test_a_scaling_null_is_right_where_a_is_wide_against_the_gate(name: str, width: float) -> None:
     """Against an integral over 200,001 points, with E[b² | a] written out; a few Hermite nodes are off by half there."""
     unit, mean_a, mean_b, std_b, rho = unit_named(name), -0.7, 0.4, 1.3, 0.6
-    law = Law(*(torch.tensor([value], dtype=torch.float64) for value in (mean_a, mean_b, width, std_b, rho)))
+    law = GaussianFit(*(torch.tensor([value], dtype=torch.float64) for value in (mean_a, mean_b, width, std_b, rho)))
     x = torch.linspace(-9, 9, 200_001, dtype=torch.float64)
     a, squared = mean_a + width * x, (mean_b + rho * std_b * x) ** 2 + (1 - rho**2) * std_b**2
     for alpha in (-1.0, 2.0, 8.0, math.inf):

@@ -211,7 +211,7 @@ def test_ctrl_c_writes_nothing(tiny_llama: Path, tmp_path: Path, monkeypatch: py
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hooks.reading.batches.listen", interrupt)
+    monkeypatch.setattr("hooks.reading.batches.capture_pass", interrupt)
     code, out, err = call("analyze", tiny_llama, "--out", tmp_path / "run", *QUICK)
     assert (code, out) == (130, "")
     assert "interrupted: nothing was written" in err

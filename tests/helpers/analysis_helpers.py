@@ -13,10 +13,10 @@ from analysis.measures import asymmetry as measures
 from analysis.measures.estimates import Estimates
 from analysis.sums.batch import Window
 from analysis.sums.layout import QUADRANTS, Layout, Sums
-from analysis.sums.moments import N_BLOCKS, RATIO_BINS, Moments
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, RATIO_BINS, Moments
 from analysis.sums.tiled import TileReducer
 from analysis.units.registry import GatedUnit, Unit, unit_named
-from analysis.weights.geometry import Geometry, Pairing, derangements
+from analysis.weights.geometry import Geometry, PermutedPairs, derangements
 from tests.helpers import reference
 
 TWINS = {
@@ -108,7 +108,7 @@ class Case:
         return torch.ones(self.q.shape[1], dtype=torch.float64)
 
     @property
-    def pairing(self) -> Pairing:
+    def pairing(self) -> PermutedPairs:
         return self.geometry.pairing(self.q, self.k, self.gain, self.partners)
 
     @property
@@ -196,7 +196,7 @@ def permuted(case: Case, order: Tensor) -> Case:
 
 def layer_sums(moments: Moments) -> Sums:
     """The layer's sums, from its jackknife blocks."""
-    return moments.pooled.pool(torch.ones(N_BLOCKS, dtype=torch.float64))
+    return moments.pooled.pool(torch.ones(N_JACKKNIFE_BLOCKS, dtype=torch.float64))
 
 
 def layer_numbers(moments: Moments, weight: Tensor) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def sparse_gelu(z: Tensor) -> Tensor:
 
 
 @dataclass
-class Seen:
+class Recording:
     """What some neurons do on the tokens that reach them, in float64."""
 
     place: Tensor
@@ -63,11 +63,11 @@ class Separate:
     weight: str | None = None
     first_layer_act: Act | None = None
 
-    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Seen]:
+    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Recording]:
         mlp, x = block.get_submodule(self.path), seen[self.path][0][0]
         a, b = (getattr(mlp, name)(x).flatten(0, -2).double() for name in (self.gate, self.up))
         act = self.first_layer_act if self.first_layer_act and layer == 0 else self.act
-        return {-1: Seen(torch.arange(len(a)), self._weight(block, x), a, b, act(self.scale * a) * b)}
+        return {-1: Recording(torch.arange(len(a)), self._weight(block, x), a, b, act(self.scale * a) * b)}
 
     def _weight(self, block: nn.Module, x: Tensor) -> Tensor:
         if self.weight is None:
@@ -84,23 +84,23 @@ class Halves:
     act: Act = silu
     unit: Unit | None = None
 
-    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Seen]:
+    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Recording]:
         x = seen[self.path][0][0]
         both = getattr(block.get_submodule(self.path), self.both)(x).flatten(0, -2).double()
         a, b = both[:, : both.shape[1] // 2], both[:, both.shape[1] // 2 :]
         h = self.act(a) * b if self.unit is None else self.unit(a, b)
-        return {-1: Seen(torch.arange(len(a)), torch.ones(len(a)).double(), a, b, h)}
+        return {-1: Recording(torch.arange(len(a)), torch.ones(len(a)).double(), a, b, h)}
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Stacks of matrices; token by token and slot by slot, as the router says."""
+    """FusedExperts of matrices; token by token and slot by slot, as the router says."""
 
     path: str = "mlp.experts"
     shared: Any = None
     unit: Unit = swiglu
 
-    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Seen]:
+    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Recording]:
         experts, (x, index, weights) = block.get_submodule(self.path), seen[self.path][0]
         rows: dict[int, list[tuple[int, float, Tensor, Tensor]]] = {}
         for token in range(len(x)):
@@ -113,17 +113,17 @@ class Experts:
         return found | ({} if self.shared is None else self.shared(block, seen, layer))
 
     @staticmethod
-    def _seen(rows: list[tuple[int, float, Tensor, Tensor]], unit: Unit) -> Seen:
+    def _seen(rows: list[tuple[int, float, Tensor, Tensor]], unit: Unit) -> Recording:
         token, weight, a, b = zip(*rows, strict=True)
         a, b = torch.stack(a), torch.stack(b)
-        return Seen(torch.tensor(token), torch.tensor(weight).double(), a, b, unit(a, b))
+        return Recording(torch.tensor(token), torch.tensor(weight).double(), a, b, unit(a, b))
 
 
 @dataclass(frozen=True)
 class DbrxExperts(Experts):
     """The rows of w1, v1 and w2 are neurons, those of one expert after those of the other."""
 
-    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Seen]:
+    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Recording]:
         experts, (x, index, weights) = block.get_submodule(self.path), seen[self.path][0]
         x, m = x.flatten(0, -2), experts.ffn_hidden_size
         rows: dict[int, list[tuple[int, float, Tensor, Tensor]]] = {}
@@ -140,7 +140,7 @@ class DbrxExperts(Experts):
 class GptOssExperts(Experts):
     """Rows of gate and up alternate, matrices stand with their inputs first, and there are biases, clamps and a 1."""
 
-    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Seen]:
+    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Recording]:
         experts, (x, index, weights) = block.get_submodule(self.path), seen[self.path][0]
         rows: dict[int, list[tuple[int, float, Tensor, Tensor]]] = {}
         for token in range(len(x)):
@@ -158,7 +158,7 @@ class GptOssExperts(Experts):
 class Llama4Experts(Experts):
     """The router's weight multiplies what an expert reads, not what it gives."""
 
-    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Seen]:
+    def __call__(self, block: nn.Module, seen: dict[str, Any], layer: int) -> dict[int, Recording]:
         moe = block.get_submodule(self.path.rpartition(".")[0])
         x = seen[self.path.rpartition(".")[0]][0][0].flatten(0, -2)
         logits = x @ moe.router.weight.T
@@ -228,9 +228,9 @@ def layers_of(model: nn.Module, family: str) -> nn.ModuleList:
     return model.model.layers
 
 
-def read_by_hand(model: nn.Module, family: str, tokens: Tensor) -> list[dict[int, Seen]]:
+def read_by_hand(model: nn.Module, family: str, tokens: Tensor) -> list[dict[int, Recording]]:
     """For every layer and expert (−1 where every token is read) what its neurons do on these tokens."""
-    found: list[dict[int, Seen]] = []
+    found: list[dict[int, Recording]] = []
     with torch.no_grad():
         for layer, block in enumerate(layers_of(model, family)):
             seen: dict[str, Any] = {}

@@ -29,8 +29,8 @@ from transformers import (
 from analysis.errors import UserError
 from hooks.loading.architectures import auto_class_for, model_class_for, read_config
 from hooks.loading.checkpoint import SINGLE
-from hooks.loading.network import find_ends
 from hooks.loading.sources import load_files, locate
+from hooks.locating.ends import find_ends
 from hooks.models import load_model
 from tests.helpers.tiny import SHAPE, VOCABULARY, save_tiny, tiny_tokenizer
 
@@ -114,7 +114,7 @@ def test_read_outs_take_the_table_that_the_model_takes(tied: bool, tmp_path: Pat
     with torch.no_grad():
         stored.model.norm.weight.add_(torch.rand(32))
     model = load_model(str(saved(stored, tmp_path)), device="cpu")
-    ends = find_ends(model.plain, torch.arange(3, 13)[None], 32)
+    ends = find_ends(model.hf_model, torch.arange(3, 13)[None], 32)
     assert ends is not None
     assert torch.equal(ends.embedding, stored.model.embed_tokens.weight)
     assert torch.equal(ends.unembedding, stored.lm_head.weight)
@@ -144,7 +144,7 @@ def test_tied_embeddings_of_which_the_checkpoint_has_two(tmp_path: Path) -> None
     config = json.loads((directory / "config.json").read_text())
     assert config["tie_word_embeddings"] is True
     model = load_model(str(directory), device="cpu")
-    ends = find_ends(model.plain, torch.arange(3, 13)[None], 32)
+    ends = find_ends(model.hf_model, torch.arange(3, 13)[None], 32)
     assert ends is not None
     assert torch.equal(ends.embedding, whole["model.embed_tokens.weight"])
     assert torch.equal(ends.unembedding, other["lm_head.weight"])

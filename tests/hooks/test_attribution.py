@@ -16,8 +16,8 @@ from hooks.collect import analyze
 from hooks.corpus import Window
 from hooks.models import LoadedModel, load_model
 from hooks.patching.attribution import attribute
-from hooks.patching.edit_fits import fit_layers
-from hooks.patching.single_neurons import edit_one_by_one
+from hooks.patching.edit_coefficients import fit_coefficients
+from hooks.patching.single_neurons import patch_single_neurons
 from hooks.patching.sweep import sweep
 from tests.helpers.by_hand import by_hand, edit_by_hand, only, plain_model
 
@@ -54,8 +54,8 @@ def windows(wide: LoadedModel) -> tuple[Window, ...]:
 @pytest.fixture(scope="module")
 def edits(wide: LoadedModel, windows: tuple[Window, ...]) -> dict[int, dict[str, Edit]]:
     run: Run = analyze(wide, wide.read(context=24, max_tokens=120), quiet=True)
-    fits = fit_layers(wide, windows, run)
-    return {layer: {name: make_edit(name, fit) for name in NAMES} for layer, fit in fits.items()}
+    coefficients = fit_coefficients(wide, windows, run)
+    return {layer: {name: make_edit(name, fit) for name in NAMES} for layer, fit in coefficients.items()}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_the_model_is_left_as_it_was(wide: LoadedModel, windows: tuple[Window, .
 def test_neurons_one_by_one_are_edited_alone(
     tiny_llama: Path, wide: LoadedModel, windows: tuple[Window, ...], edits: dict[int, dict[str, Edit]], found: Attribution
 ) -> None:
-    single = edit_one_by_one(wide, windows, edits, "exchange", n_neurons=4, seed=1)
+    single = patch_single_neurons(wide, windows, edits, "exchange", n_neurons=4, seed=1)
     assert single.largest.tolist() == [True] * 4 + [False] * 4
     everything = {(layer, j): x for layer in edits for j, x in enumerate(found.neurons(layer)[0].tolist())}
     ranked = sorted(everything, key=lambda place: -abs(everything[place]))

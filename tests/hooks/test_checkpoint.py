@@ -44,7 +44,9 @@ def refused(directory: Path) -> str:
 def test_shards_make_the_model_that_one_file_makes(sharded: Path, tiny_llama: Path) -> None:
     assert len(shards_of(sharded)) > 3
     whole, parts = load_model(str(tiny_llama), device="cpu"), load_model(str(sharded), device="cpu")
-    for (name, expected), value in zip(whole.plain.state_dict().items(), parts.plain.state_dict().values(), strict=True):
+    for (name, expected), value in zip(
+        whole.hf_model.state_dict().items(), parts.hf_model.state_dict().values(), strict=True
+    ):
         assert torch.equal(expected, value), name
     assert whole.description["weights"] == "safetensors, float32"
     assert parts.description["weights"] == f"safetensors in {len(shards_of(sharded))} shards, float32"

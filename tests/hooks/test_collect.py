@@ -13,11 +13,11 @@ from analysis.errors import UserError
 from analysis.measures import asymmetry as measures
 from analysis.run import Run
 from analysis.sums.batch import Window
-from analysis.sums.moments import N_BLOCKS, Moments
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, Moments
 from analysis.sums.tiled import TileReducer
 from analysis.weights.geometry import Geometry, derangements
 from hooks.collect import analyze, collect
-from hooks.locating.sites import Found
+from hooks.locating.sites import LocatedLayers
 from hooks.models import LoadedModel, load_model
 from tests.helpers.tiny import save_tiny
 
@@ -52,7 +52,7 @@ def test_streamed_moments_are_those_of_cached_activations(tiny_llama: Path, llam
     reduce = TileReducer(site.unit, layout, geometry, pairing, dtype=torch.float64)
     n_windows = run.corpus[0]["n_windows"]
     for window, a, b in cached(tiny_llama, llama, layer):
-        total += Moments.of(a, b, reduce, window, block=window.index * N_BLOCKS // n_windows)
+        total += Moments.of(a, b, reduce, window, block=window.index * N_JACKKNIFE_BLOCKS // n_windows)
     torch.testing.assert_close(found.moments.neuron.values, total.neuron.values, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(found.moments.pooled.values, total.pooled.values, rtol=1e-4, atol=1e-2)
     assert found.moments.n_tokens == total.n_tokens == run.corpus[0]["tokens_counted"]
@@ -98,7 +98,7 @@ def test_some_layers_are_as_in_the_whole(llama: LoadedModel) -> None:
 
 def test_layers_after_the_last_one_asked_for_are_not_run(llama: LoadedModel) -> None:
     fired = []
-    handle = llama.blocks(llama.plain)[2].mlp.register_forward_pre_hook(lambda *_: fired.append(2))
+    handle = llama.blocks(llama.hf_model)[2].mlp.register_forward_pre_hook(lambda *_: fired.append(2))
     read(llama, layers=[0, 1])
     handle.remove()
     assert fired == []
@@ -113,7 +113,7 @@ def test_every_part_of_the_model_is_as_before(llama: LoadedModel) -> None:
 
 
 def test_a_skipped_layer_is_named_with_its_reason(llama: LoadedModel) -> None:
-    partial = replace(llama, found=Found({0: llama.sites[0]}, {}, {1: "because", 2: "of that"}))
+    partial = replace(llama, found=LocatedLayers({0: llama.sites[0]}, {}, {1: "because", 2: "of that"}))
     assert read(partial).skipped == {1: "because", 2: "of that"}
     assert read(partial, layers=[0, 1]).skipped == {1: "because"}
     with pytest.raises(UserError, match="layer 2: of that"):

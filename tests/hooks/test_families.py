@@ -16,8 +16,8 @@ from hooks.corpus import Corpus
 from hooks.locating.sites import Mixture, Site
 from hooks.models import LoadedModel, load_model
 from hooks.reading.accumulators import parts_of
-from hooks.reading.batches import Stream, Taking
-from hooks.reading.capture import listen
+from hooks.reading.batches import ActivationAccumulator, Taking
+from hooks.reading.capture import capture_pass
 from reports.tables import tables_of
 from tests.helpers.catalogue import table, written
 from tests.helpers.mlps_by_hand import BY_FAMILY, load_plain, read_by_hand
@@ -32,7 +32,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, save_tiny(request.param, tmp_path_factory.mktemp("family") / request.param)
 
 
-class Heard(Stream):
+class Heard(ActivationAccumulator):
     """Keeps a and b of every expert of a layer, with the places of its tokens and their weights."""
 
     def __init__(self, layer: Site | Mixture) -> None:
@@ -44,12 +44,12 @@ class Heard(Stream):
     def is_finite(self) -> Tensor:
         return torch.tensor(True)
 
-    def take(self, heard: dict[str, Any], batch: Batch) -> None:
+    def take(self, captured: dict[str, Any], batch: Batch) -> None:
         if isinstance(self._layer, Site):
-            a, b = (heard[symbol].flatten(0, 1) for symbol in "ab")
+            a, b = (captured[symbol].flatten(0, 1) for symbol in "ab")
             self.seen[SHARED] = torch.arange(len(a)), torch.ones(len(a)), a, b
             return
-        for number, a, b, places, weight in parts_of(self._layer, heard, batch):
+        for number, a, b, places, weight in parts_of(self._layer, captured, batch):
             self.seen[int(self._layer.sites[number].expert or 0)] = places, weight, a, b
 
 
@@ -57,9 +57,18 @@ def heard_by_us(model: LoadedModel) -> dict[int, Heard]:
     windows = [Window(row, tokens, 1) for row, tokens in enumerate(TOKENS)]
     batch = Batch.of(windows, [0, 1])
     layers = dict(sorted({**model.sites, **model.mixtures}.items()))
-    streams = {index: Heard(layer) for index, layer in layers.items()}
-    listen(model, windows, [ear for stream in streams.values() for ear in stream.ears(batch, Taking())], max(layers))
-    return streams
+    accumulators = {index: Heard(layer) for index, layer in layers.items()}
+    capture_pass(
+        model,
+        windows,
+        [
+            capture_hook
+            for accumulator in accumulators.values()
+            for capture_hook in accumulator.capture_hooks(batch, Taking())
+        ],
+        max(layers),
+    )
+    return accumulators
 
 
 def test_what_is_heard_is_what_the_family_computes(family: tuple[str, Path]) -> None:
@@ -135,12 +144,17 @@ def test_what_stands_behind_a_window_changes_nothing(directory: Path) -> None:
     found = []
     for windows in ([short], [short, Window(1, TOKENS[1], 1)]):
         batch = Batch.of(windows, [0] * len(windows))
-        streams = [Heard(layer) for layer in model.layers.values()]
-        listen(model, windows, [ear for stream in streams for ear in stream.ears(batch, Taking())], layers)
+        accumulators = [Heard(layer) for layer in model.layers.values()]
+        capture_pass(
+            model,
+            windows,
+            [capture_hook for accumulator in accumulators for capture_hook in accumulator.capture_hooks(batch, Taking())],
+            layers,
+        )
         length = len(windows[-1].tokens)
         own = []
-        for stream in streams:
-            for expert, (places, weight, a, b) in sorted(stream.seen.items()):
+        for accumulator in accumulators:
+            for expert, (places, weight, a, b) in sorted(accumulator.seen.items()):
                 mine = (places < length) & (places % length < 9)  # row 0
                 own.append((expert, places[mine], weight[mine], a[mine], b[mine]))
         found.append(own)

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from analysis.causal.divergence import kl_divergence, log_probabilities
-from analysis.causal.edits import Change, Exchange, Fit, make_edit
+from analysis.causal.edits import Change, EditCoefficients, PlainExchange, make_edit
 from analysis.errors import UserError
-from analysis.theory.actions import Action, Permutation, Scaling, ValueRescaling
-from analysis.theory.actions import Exchange as ExchangeWeights
+from analysis.theory.actions import Action, Exchange, Permutation, Scaling, ValueRescaling
 from hooks.models import LoadedModel, load_model
 from hooks.patching.interventions import acting, rewriting
-from hooks.patching.partial_pass import clean_pass, full_pass, suffix_pass
+from hooks.patching.partial_pass import clean_pass, full_pass, pass_from_layer
 from tests.helpers.by_hand import BY_HAND, KNOWN, KNOWN_MIXTURES, by_hand, edit_by_hand, experts_by_hand, plain_model
 from tests.helpers.tiny import VOCABULARY, save_tiny
 
 TOKENS = torch.randint(0, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(5))
-NO_FIT = Fit(*(torch.zeros(48, dtype=torch.float64) for _ in range(4)))
+NO_FIT = EditCoefficients(*(torch.zeros(48, dtype=torch.float64) for _ in range(4)))
 
 
 def logits(model: LoadedModel) -> Tensor:
@@ -74,20 +73,20 @@ def test_a_suffix_is_the_end_of_a_whole_pass(family: tuple[Path, LoadedModel]) -
     assert torch.equal(clean, full_pass(model, window.tokens[None]))
     for layer in range(len(inputs)):
         changes = {later: change(model, later, "flip") for later in range(layer, len(inputs))}
-        found, kept = suffix_pass(model, layer, inputs[layer].repeat(3, 1, 1), window, changes, keep=len(inputs) - 1)
+        found, kept = pass_from_layer(model, layer, inputs[layer].repeat(3, 1, 1), window, changes, keep=len(inputs) - 1)
         with torch.no_grad(), rewriting(model, changes):
             whole = full_pass(model, window.tokens[None])
         size = 1e-5 * float(whole.abs().max())
         torch.testing.assert_close(found, whole.repeat(3, 1, 1), rtol=1e-4, atol=size)
         assert kept is not None
-        moved, _ = suffix_pass(model, layer, 1.3 * inputs[layer][None], window, {})
+        moved, _ = pass_from_layer(model, layer, 1.3 * inputs[layer][None], window, {})
         assert not torch.allclose(moved, clean, rtol=1e-3, atol=1e-3)
     assert torch.equal(full_pass(model, window.tokens[None]), clean)
 
 
 def test_fitted_edits_use_each_neurons_own_number(tiny_llama: Path, llama: LoadedModel) -> None:
     numbers = torch.randn(4, 48, dtype=torch.float64)
-    fit = Fit(*numbers)
+    fit = EditCoefficients(*numbers)
     plain, act = plain_model(tiny_llama), torch.nn.functional.silu
     c, p, m, beta = numbers.float()
     for name, unit in {
@@ -105,7 +104,7 @@ def test_fitted_edits_use_each_neurons_own_number(tiny_llama: Path, llama: Loade
 def test_an_edit_can_be_limited_to_neurons_and_positions(tiny_llama: Path, llama: LoadedModel) -> None:
     positions, neurons = torch.zeros(2, 20, dtype=torch.bool), torch.tensor([3, 40])
     positions[0, 5:9], positions[1, 7] = True, True
-    limited = Change(Exchange(), llama.sites[1].unit, neurons, positions)
+    limited = Change(PlainExchange(), llama.sites[1].unit, neurons, positions)
     with rewriting(llama, {1: limited}):
         found = logits(llama)
     chosen = positions[..., None] & torch.isin(torch.arange(48), neurons)
@@ -135,7 +134,7 @@ ACTIONS: dict[str, Action] = {
     "rescaling": ValueRescaling(torch.tensor([3.0])),
     "turning": ValueRescaling(torch.tensor([-1.0])),
     "permutation": Permutation(torch.randperm(48, generator=torch.Generator().manual_seed(2))),
-    "exchange": ExchangeWeights(),
+    "exchange": Exchange(),
     "scaling": Scaling(2.0),
 }
 
@@ -175,7 +174,7 @@ def test_a_pass_that_fails_leaves_no_trace(llama: LoadedModel) -> None:
     hooks = count_of_hooks(llama)
     for attempt in (
         lambda: clean_pass(llama, window, {1: failing}),
-        lambda: suffix_pass(llama, 2, inputs[2][None], window, {2: failing}, keep=2),
+        lambda: pass_from_layer(llama, 2, inputs[2][None], window, {2: failing}, keep=2),
     ):
         with pytest.raises(RuntimeError):
             attempt()
@@ -192,7 +191,7 @@ def test_the_exact_symmetries_of_the_weights_cost_nothing(llama: LoadedModel, na
 
 
 def test_exchanging_weights_is_exchanging_pre_activations(llama: LoadedModel) -> None:
-    for name, action in (("exchange", ExchangeWeights()), ("scale:2", Scaling(2.0))):
+    for name, action in (("exchange", Exchange()), ("scale:2", Scaling(2.0))):
         with acting(llama, {1: action}):
             weights = logits(llama)
         with rewriting(llama, {1: change(llama, 1, name)}):
@@ -215,7 +214,7 @@ def test_the_view_of_transformerlens_is_edited_too(tmp_path: Path) -> None:
         for layers in ((0,), (0, 2)):
             with torch.no_grad(), rewriting(model, {layer: change(model, layer, "exchange") for layer in layers}):
                 torch.testing.assert_close(model.bridge(TOKENS, return_type="logits"), logits(model), rtol=1e-4, atol=1e-4)
-        with acting(model, {1: ExchangeWeights()}), torch.no_grad():
+        with acting(model, {1: Exchange()}), torch.no_grad():
             torch.testing.assert_close(model.bridge(TOKENS, return_type="logits"), logits(model), rtol=1e-4, atol=1e-4)
 
 
@@ -273,5 +272,5 @@ def test_an_expert_whose_neurons_are_silent_is_one_without_values(tmp_path: Path
 
 def test_weights_of_experts_have_no_actions(tmp_path: Path) -> None:
     model = load_model(str(save_tiny("mixtral", tmp_path / "model")), device="cpu")
-    with pytest.raises(UserError, match="layer 1 is a mixture of experts"), acting(model, {1: ExchangeWeights()}):
+    with pytest.raises(UserError, match="layer 1 is a mixture of experts"), acting(model, {1: Exchange()}):
         pass

@@ -75,17 +75,17 @@ def test_padding_may_overflow(llama: LoadedModel, monkeypatch: pytest.MonkeyPatc
     """What stands behind the end of a short window is not read, so it says nothing."""
     from dataclasses import replace
 
-    listen = reading.listen
+    capture_pass = reading.capture_pass
 
     def overflowing(*arguments: object, **options: object) -> Tensor:
-        last = listen(*arguments, **options).clone()
+        last = capture_pass(*arguments, **options).clone()
         last[-1, position] = torch.inf
         return last
 
     corpus = llama.read(context=32, max_tokens=64)
     short = replace(corpus.windows[1], tokens=corpus.windows[1].tokens[:9])
     corpus = replace(corpus, windows=(corpus.windows[0], short))
-    monkeypatch.setattr(reading, "listen", overflowing)
+    monkeypatch.setattr(reading, "capture_pass", overflowing)
     if is_read:
         with pytest.raises(UserError, match="residual stream"):
             analyze(llama, corpus, quiet=True)

@@ -19,14 +19,14 @@ from analysis.errors import UserError
 from analysis.theory.conversions import absorbed_biases, extended
 from hooks.collect import analyze
 from hooks.loading.network import blocks_of, run_whole
-from hooks.locating.expected import Expected, FailedError
-from hooks.locating.expert_weights import stacks_of
-from hooks.locating.norm_gains import NOT_PROVED, NOTHING_AFTER, NOTHING_BEFORE
-from hooks.locating.projections import Claim, Tap, claims_of
-from hooks.locating.recording import Seen, watch
+from hooks.locating.expected import Expected, VerificationError
+from hooks.locating.expert_weights import fused_experts_of
+from hooks.locating.norm_gains import NOT_VERIFIED, NOTHING_AFTER, NOTHING_BEFORE
+from hooks.locating.projections import Candidate, Projection, candidates_of
+from hooks.locating.recording import Recording, record
 from hooks.locating.verify import find_sites
-from hooks.locating.verify_dense import proved_claim
-from hooks.locating.verify_experts import MixtureProof
+from hooks.locating.verify_dense import verify_candidate
+from hooks.locating.verify_experts import ExpertsVerifier
 from hooks.models import load_model
 from tests.helpers.mlps_by_hand import layers_of, load_plain
 from tests.helpers.tiny import DENSE, FAMILIES, MIXTURES, UNGATED, save_tiny, tiny_model
@@ -43,25 +43,25 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("family", WITH_BRIDGE)
 def test_the_hooks_of_transformerlens_see_the_same(directories: dict[str, Path], family: str) -> None:
-    """By the names that a site gives, against the modules of a model that TransformerLens has never seen."""
+    """By the names that a site gives, against the modules of a model that TransformerLens has never recording."""
     model, plain = load_model(str(directories[family]), device="cpu"), load_plain(directories[family], family)
     assert model.bridge is not None
     for index, site in model.sites.items():
-        mlp, seen = layers_of(plain, family)[index].mlp, {}
-        handle = mlp.down_proj.register_forward_hook(lambda _, h, y, seen=seen: seen.update(h=h[0], y=y))
+        mlp, recording = layers_of(plain, family)[index].mlp, {}
+        handle = mlp.down_proj.register_forward_hook(lambda _, h, y, recording=recording: recording.update(h=h[0], y=y))
         with torch.no_grad():
             plain(TOKENS)
             _, cache = model.bridge.run_with_cache(TOKENS, names_filter=list(site.hook_names.values()), return_type=None)
         handle.remove()
         for symbol in "hy":
-            torch.testing.assert_close(cache[site.hook_names[symbol]], seen[symbol], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(cache[site.hook_names[symbol]], recording[symbol], rtol=1e-4, atol=1e-4)
         a, b, x = (cache[site.hook_names[symbol]] for symbol in "abx")
-        torch.testing.assert_close(site.unit(a, b), seen["h"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(site.unit(a, b), recording["h"], rtol=1e-4, atol=1e-4)
         form, rows = site.gated_mlp(), x.flatten(0, 1)
-        torch.testing.assert_close(form(rows), seen["y"].flatten(0, 1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(form(rows), recording["y"].flatten(0, 1), rtol=1e-4, atol=1e-4)
         assert form.has_biases == (family == "llama-bias")
         absorbed = absorbed_biases(form)(extended(rows))
-        torch.testing.assert_close(absorbed[:, :-1], seen["y"].flatten(0, 1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(absorbed[:, :-1], recording["y"].flatten(0, 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "t5", "gemma3n", "falcon_h1"])
@@ -93,7 +93,7 @@ def test_layers_without_a_view_in_transformerlens_have_no_names(directories: dic
         ("dbrx", ("norm_attn_norm.norm_2", 0), NOTHING_AFTER),
         ("t5", ("layer.1.layer_norm", 0), NOTHING_AFTER),
         ("modernbert", ("mlp_norm", 0), NOTHING_AFTER),
-        ("gemma3n", ("pre_feedforward_layernorm", 0), NOT_PROVED),
+        ("gemma3n", ("pre_feedforward_layernorm", 0), NOT_VERIFIED),
     ],
 )
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -131,7 +131,7 @@ def test_what_is_added_to_the_residual_stream_is_the_gained_output(directories: 
     plain, given, gave = load_plain(directories["granite"], "granite"), {}, []
     block = plain.model.layers[1]
     block.mlp.register_forward_hook(lambda _, x, y: given.update(x=x[0]))
-    handle = block.register_forward_hook(lambda *seen: gave.append(seen[-1]))
+    handle = block.register_forward_hook(lambda *recording: gave.append(recording[-1]))
     with torch.no_grad():
         plain(TOKENS)
         block.mlp.down_proj.weight.zero_()
@@ -142,15 +142,15 @@ def test_what_is_added_to_the_residual_stream_is_the_gained_output(directories: 
     torch.testing.assert_close((gave[0] - gave[1]).flatten(0, 1), added, rtol=1e-3, atol=1e-4)
 
 
-def seen_in(model: nn.Module, layer: int) -> Seen:
+def seen_in(model: nn.Module, layer: int) -> Recording:
     """What passes the modules of a block on the probe."""
-    found: list[Seen] = []
+    found: list[Recording] = []
 
-    def keep(seen: Seen) -> None:
-        found.append(replace(seen, calls=dict(seen.calls), fired=seen.fired.copy()))
+    def keep(recording: Recording) -> None:
+        found.append(replace(recording, calls=dict(recording.calls), fired=recording.fired.copy()))
 
     with ExitStack() as stack, torch.no_grad():
-        watch(blocks_of(model, model.config.num_hidden_layers)[layer], keep, stack)
+        record(blocks_of(model, model.config.num_hidden_layers)[layer], keep, stack)
         run_whole(model, TOKENS)
     return found[0]
 
@@ -159,26 +159,34 @@ def seen_in(model: nn.Module, layer: int) -> Seen:
 def test_a_swap_of_the_fused_halves_is_caught(family: str) -> None:
     """Of the four ways in which one projection may hold two, one proves itself, and it is the family's own."""
     model = tiny_model(family)
-    seen = seen_in(model, 1)
+    recording = seen_in(model, 1)
     expected, proved = Expected(model.config, {}), []
-    for claim in claims_of(seen.block):
-        with torch.no_grad(), suppress(FailedError):
-            proved.append(proved_claim(expected, 1, claim, seen)[0].taps)
-    assert len(list(claims_of(seen.block))) >= 4
-    assert [(claim.gate.rows, claim.up.rows) for claim in proved] == [(slice(0, 48), slice(48, 96))]
+    for candidate in candidates_of(recording.block):
+        with torch.no_grad(), suppress(VerificationError):
+            proved.append(verify_candidate(expected, 1, candidate, recording)[0].projections)
+    assert len(list(candidates_of(recording.block))) >= 4
+    assert [(candidate.gate.rows, candidate.up.rows) for candidate in proved] == [(slice(0, 48), slice(48, 96))]
 
 
 def test_experts_one_under_the_other_are_parted_and_told_apart() -> None:
     """Of all orders of three tables, and numbers of experts by which they can be parted, the family's own proves itself."""
     model = tiny_model("dbrx")
-    seen = seen_in(model, 1)
-    mixtures, proved = MixtureProof(Expected(model.config, {})), []
-    claims = list(stacks_of(seen.block, 32))
-    for stacks in claims:
-        with torch.no_grad(), suppress(FailedError):
-            mixtures.proved(1, stacks, seen)
-            proved.append((stacks.where, stacks.gate.name, stacks.up.name, stacks.down.name, stacks.n_experts))
-    assert {claim.n_experts for claim in claims} == {4, 24, 32}
+    recording = seen_in(model, 1)
+    mixtures, proved = ExpertsVerifier(Expected(model.config, {})), []
+    candidates = list(fused_experts_of(recording.block, 32))
+    for expert_weights in candidates:
+        with torch.no_grad(), suppress(VerificationError):
+            mixtures.verified_unit(1, expert_weights, recording)
+            proved.append(
+                (
+                    expert_weights.where,
+                    expert_weights.gate.name,
+                    expert_weights.up.name,
+                    expert_weights.down.name,
+                    expert_weights.n_experts,
+                )
+            )
+    assert {candidate.n_experts for candidate in candidates} == {4, 24, 32}
     assert proved == [("ffn.experts", "w1", "v1", "w2", 4)]
 
 
@@ -198,7 +206,7 @@ def test_tables_that_are_told_no_experts_are_none() -> None:
     model = tiny_model("llama")
     model.model.layers[1].self_attn.register_module("more", Tables())
     model.model.layers[1].self_attn.register_forward_hook(lambda module, _, output: (module.more(output[0]), *output[1:]))
-    assert any(stacks.is_flat for stacks in stacks_of(model.model.layers[1], 32))
+    assert any(expert_weights.is_flat for expert_weights in fused_experts_of(model.model.layers[1], 32))
     assert list(find_sites(model, TOKENS).sites) == [0, 1, 2]
 
 
@@ -320,12 +328,14 @@ def test_every_dtype_proves_its_layers(directories: dict[str, Path], dtype: str,
 def test_taps_of_one_projection_are_views(directories: dict[str, Path]) -> None:
     """Weights that are changed through a site are the model's own."""
     model = load_model(str(directories["phi3"]), device="cpu")
-    site, fused = model.sites[0], model.plain.model.layers[0].mlp.gate_up_proj.weight
+    site, fused = model.sites[0], model.hf_model.model.layers[0].mlp.gate_up_proj.weight
     assert site.q.data_ptr() == fused.data_ptr()
     assert torch.equal(site.k, fused[48:])
-    claim = Claim("", Tap(nn.Linear(4, 6), slice(0, None, 2)), Tap(nn.Linear(4, 6), slice(1, None, 2)), nn.Linear(3, 4))
-    assert torch.equal(claim.gate.weight, claim.gate.module.weight[::2])
-    assert torch.equal(claim.up.of(torch.arange(6.0)[None]), torch.tensor([[1.0, 3.0, 5.0]]))
+    candidate = Candidate(
+        "", Projection(nn.Linear(4, 6), slice(0, None, 2)), Projection(nn.Linear(4, 6), slice(1, None, 2)), nn.Linear(3, 4)
+    )
+    assert torch.equal(candidate.gate.weight, candidate.gate.module.weight[::2])
+    assert torch.equal(candidate.up.of(torch.arange(6.0)[None]), torch.tensor([[1.0, 3.0, 5.0]]))
 
 
 def test_a_model_that_is_loaded_computes_what_its_authors_wrote(directories: dict[str, Path]) -> None:
@@ -335,7 +345,7 @@ def test_a_model_that_is_loaded_computes_what_its_authors_wrote(directories: dic
         model = load_model(str(directories[family]), device="cpu")
         with torch.no_grad():
             mine, theirs = (
-                model.plain(TOKENS).logits,
+                model.hf_model(TOKENS).logits,
                 AutoModelForCausalLM.from_pretrained(directories[family])(TOKENS).logits,
             )
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
@@ -351,9 +361,9 @@ def test_what_the_model_changes_in_place_is_heard_as_it_was_given(tmp_path: Path
         functional.silu(gate, inplace=True)
         return mlp.down_proj(gate * mlp.up_proj(x))
 
-    for layer in changed.plain.model.layers:
+    for layer in changed.hf_model.model.layers:
         layer.mlp.forward = partial(forward, layer.mlp)
-    changed = replace(changed, found=find_sites(changed.plain, TOKENS), bridge=None)
+    changed = replace(changed, found=find_sites(changed.hf_model, TOKENS), bridge=None)
     assert all(site.in_place for site in changed.sites.values())
     assert not any(site.in_place for site in model.sites.values())
     text = model.read(context=32, max_tokens=160)
@@ -362,7 +372,7 @@ def test_what_the_model_changes_in_place_is_heard_as_it_was_given(tmp_path: Path
 
 
 def test_modules_of_several_layers_are_refused() -> None:
-    """What is heard at them in one pass is of all these layers."""
+    """What is captured at them in one pass is of all these layers."""
     for family, shared in (("llama", "mlp"), ("mixtral", "mlp")):
         model = tiny_model(family)
         setattr(model.model.layers[2], shared, getattr(model.model.layers[0], shared))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from analysis.causal.edits import Change, Exchange
+from analysis.causal.edits import Change, PlainExchange
 from analysis.errors import UserError
 from analysis.run import Run
 from analysis.sums.batch import Batch
@@ -17,7 +17,7 @@ from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from hooks.patching.interventions import rewriting
 from hooks.reading import batches as reading
-from hooks.reading.accumulators import SiteStream
+from hooks.reading.accumulators import SiteAccumulator
 from hooks.reading.batches import TOKENS_AT_ONCE, batch_size_for, is_out_of_memory
 
 CONTEXT = 48
@@ -38,18 +38,18 @@ def assert_same(run: Run, other: Run) -> None:
 
 
 def bounded(monkeypatch: pytest.MonkeyPatch, room: int, after: int, error: Callable[[], Exception]) -> list[int]:
-    """Passes of more windows than there is room for fail when that many layers have been heard; returns their sizes."""
-    listen, sizes = reading.listen, []
+    """Passes of more windows than there is room for fail when that many layers have been captured; returns their sizes."""
+    capture_pass, sizes = reading.capture_pass, []
 
-    def scarce(model: LoadedModel, windows: Any, ears: Any, last_layer: int) -> Any:
+    def scarce(model: LoadedModel, windows: Any, capture_hooks: Any, last_layer: int) -> Any:
         sizes.append(len(windows))
         if len(windows) > room:
-            if heard := ears[: 2 * after]:  # of gate and up
-                listen(model, windows, heard, after - 1)
+            if captured := capture_hooks[: 2 * after]:  # of gate and up
+                capture_pass(model, windows, captured, after - 1)
             raise error()
-        return listen(model, windows, ears, last_layer)
+        return capture_pass(model, windows, capture_hooks, last_layer)
 
-    monkeypatch.setattr(reading, "listen", scarce)
+    monkeypatch.setattr(reading, "capture_pass", scarce)
     return sizes
 
 
@@ -116,10 +116,10 @@ def test_an_attention_that_is_wrong_is_not_read_with(tiny_llama: Path, monkeypat
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", wrong)
     model = load_model(str(tiny_llama), device="cpu")
-    assert model.plain.config._attn_implementation == "eager"
+    assert model.hf_model.config._attn_implementation == "eager"
     assert all(check["passed"] for check in model.acceptance)
     monkeypatch.undo()
-    assert load_model(str(tiny_llama), device="cpu").plain.config._attn_implementation == "sdpa"
+    assert load_model(str(tiny_llama), device="cpu").hf_model.config._attn_implementation == "sdpa"
 
 
 def test_two_threads_with_one_model_hear_their_own_pass(llama: LoadedModel) -> None:
@@ -132,14 +132,14 @@ def test_two_threads_with_one_model_hear_their_own_pass(llama: LoadedModel) -> N
 def test_an_edited_model_is_read_as_edited(llama: LoadedModel) -> None:
     """By ``rewriting``, and by hooks that somebody puts on the wrapped model, of which the model itself knows nothing."""
     plain = read(llama)
-    assert llama.network is llama.plain
-    with rewriting(llama, {0: Change(Exchange(), llama.sites[0].unit)}):
+    assert llama.network is llama.hf_model
+    with rewriting(llama, {0: Change(PlainExchange(), llama.sites[0].unit)}):
         edited = read(llama)
     assert llama.bridge is not None
     with llama.bridge.hooks(fwd_hooks=[(llama.sites[0].hook_h, lambda h, hook: -2 * h)]):
         assert llama.network is llama.bridge.original_model
         hooked = read(llama)
-    assert llama.network is llama.plain
+    assert llama.network is llama.hf_model
     for run in (edited, hooked):
         for layer, changes in ((0, False), (2, True)):
             mine, theirs = (one.layers[layer].moments.neuron["hh"] for one in (plain, run))
@@ -148,15 +148,15 @@ def test_an_edited_model_is_read_as_edited(llama: LoadedModel) -> None:
 
 def test_overflow_before_the_memory_ran_out_is_refused(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer that had the whole batch is in neither of its halves, and is looked at all the same."""
-    take = SiteStream.take
+    take = SiteAccumulator.take
 
-    def overflowing(stream: SiteStream, heard: dict[str, torch.Tensor], batch: Batch) -> None:
+    def overflowing(stream: SiteAccumulator, captured: dict[str, torch.Tensor], batch: Batch) -> None:
         if stream.layer == 0 and batch.windows[0].index == 8:
-            heard["a"] = heard["a"].clone()
-            heard["a"][0, 5, 3] = torch.inf
-        take(stream, heard, batch)
+            captured["a"] = captured["a"].clone()
+            captured["a"][0, 5, 3] = torch.inf
+        take(stream, captured, batch)
 
-    monkeypatch.setattr(SiteStream, "take", overflowing)
+    monkeypatch.setattr(SiteAccumulator, "take", overflowing)
     bounded(monkeypatch, 4, 1, ERRORS["of a GPU"])
     with pytest.raises(UserError, match="activations of layer 0: NaN or infinite"):
         analyze(llama, llama.read(context=CONTEXT, max_tokens=16 * CONTEXT), batch_size=8, quiet=True)

@@ -11,7 +11,7 @@ from analysis.run import Run
 from analysis.sums.batch import Batch, Window
 from hooks.collect import analyze
 from hooks.models import LoadedModel
-from hooks.reading.accumulators import SiteStream
+from hooks.reading.accumulators import SiteAccumulator
 from reports.run.summary import remarks
 from reports.tables import extremes_table, layers_table
 from tests.helpers.analysis_helpers import Case, random_case
@@ -74,17 +74,17 @@ def test_an_uncounted_token_is_extreme_but_changes_no_number() -> None:
 @pytest.fixture
 def planted_run(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run in which one neuron of layer 1 is massive on one token."""
-    take = SiteStream.take
+    take = SiteAccumulator.take
 
-    def planted(stream: SiteStream, heard: dict[str, Tensor], batch: Batch) -> None:
+    def planted(stream: SiteAccumulator, captured: dict[str, Tensor], batch: Batch) -> None:
         for row, window in enumerate(batch.windows):
             if window.index == WINDOW and stream.layer == LAYER:
-                a, b = heard["a"].clone(), heard["b"].clone()
+                a, b = captured["a"].clone(), captured["b"].clone()
                 a[row, POSITION, NEURON], b[row, POSITION, NEURON] = 300.0, -800.0
-                heard |= {"a": a, "b": b}
-        take(stream, heard, batch)
+                captured |= {"a": a, "b": b}
+        take(stream, captured, batch)
 
-    monkeypatch.setattr(SiteStream, "take", planted)
+    monkeypatch.setattr(SiteAccumulator, "take", planted)
     return analyze(llama, llama.read(context=64, max_tokens=1280), quiet=True)
 
 
@@ -92,15 +92,15 @@ def test_a_run_names_the_token_that_carries_a_layer(planted_run: Run, llama: Loa
     window = llama.read(context=64, max_tokens=1280).windows[WINDOW]
     token = int(window.tokens[POSITION])
     place = {"window": WINDOW, "position": POSITION, "token": token, "neuron": NEURON}
-    carriers = planted_run.carriers()
-    assert list(carriers) == [LAYER]
-    assert place.items() <= carriers[LAYER][0].items()
-    assert carriers[LAYER][0]["text"] == llama.tokenizer.decode([token])
-    assert len(carriers[LAYER]) == 2  # 0.1 % of 1,260 tokens, rounded up
+    massive_activation_tokens = planted_run.massive_activation_tokens()
+    assert list(massive_activation_tokens) == [LAYER]
+    assert place.items() <= massive_activation_tokens[LAYER][0].items()
+    assert massive_activation_tokens[LAYER][0]["text"] == llama.tokenizer.decode([token])
+    assert len(massive_activation_tokens[LAYER]) == 2  # 0.1 % of 1,260 tokens, rounded up
     planted_run.save(tmp_path)
     written = json.loads((tmp_path / "run.json").read_text())["carried_by_few_tokens"]
-    assert written == {str(LAYER): carriers[LAYER]}
-    assert Run.load(tmp_path).carriers() == carriers
+    assert written == {str(LAYER): massive_activation_tokens[LAYER]}
+    assert Run.load(tmp_path).massive_activation_tokens() == massive_activation_tokens
 
 
 def test_tables_and_summary_say_so_too(planted_run: Run) -> None:
@@ -117,7 +117,7 @@ def test_tables_and_summary_say_so_too(planted_run: Run) -> None:
 
 def test_without_a_massive_token_nothing_is_flagged(llama: LoadedModel, tmp_path: Path) -> None:
     run = analyze(llama, llama.read(context=64, max_tokens=1280), quiet=True)
-    assert run.carriers() == {}
+    assert run.massive_activation_tokens() == {}
     assert not layers_table(run)["few_tokens"].any()
     assert "energy sits in" not in " ".join(remarks(run, layers_table(run)))
     run.save(tmp_path)

@@ -16,11 +16,11 @@ from analysis.noise import directions
 from analysis.run import Run
 from analysis.storage.progress import Progress
 from analysis.sums.moments import Moments
-from hooks.causal import measure_causal, spread
+from hooks.causal import evenly_spaced, measure_causal
 from hooks.collect import analyze
 from hooks.corpus import Window
 from hooks.models import LoadedModel
-from hooks.patching.edit_fits import fit_layers
+from hooks.patching.edit_coefficients import fit_coefficients
 from hooks.patching.sweep import _Steps, sweep
 from reports.causal.tables import CausalTables
 from reports.directory import tables_of, write_directory
@@ -42,8 +42,8 @@ def windows(llama: LoadedModel) -> tuple[Window, ...]:
 
 @pytest.fixture(scope="module")
 def edits(llama: LoadedModel, run: Run, windows: tuple[Window, ...]) -> dict[int, dict[str, Edit]]:
-    fits = fit_layers(llama, windows, run)
-    return {layer: {name: make_edit(name, fit) for name in NAMES} for layer, fit in fits.items()}
+    coefficients = fit_coefficients(llama, windows, run)
+    return {layer: {name: make_edit(name, fit) for name in NAMES} for layer, fit in coefficients.items()}
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_fits_are_least_squares(tiny_llama: Path, llama: LoadedModel, run: Run, 
         mlp = plain.model.layers[1].mlp
         gate, up = mlp.gate_proj(x), mlp.up_proj(x)
     h, placed = torch.nn.functional.silu(gate) * up, torch.nn.functional.silu(gate * up)
-    fit = fit_layers(llama, windows, run)[1]
+    fit = fit_coefficients(llama, windows, run)[1]
     torch.testing.assert_close(fit.mean, h.mean(dim=0), rtol=1e-4, atol=1e-5)
     for j in range(0, 48, 7):
         c = torch.linalg.lstsq(placed[:, j : j + 1], h[:, j]).solution.item()
@@ -191,13 +191,13 @@ def test_fits_are_least_squares(tiny_llama: Path, llama: LoadedModel, run: Run, 
 
 def test_windows_are_spread_evenly(windows: tuple[Window, ...]) -> None:
     many = [Window(i, torch.arange(10), 1) for i in range(20)]
-    assert [window.index for window in spread(many, 50)] == [0, 4, 8, 12, 16]
-    assert [window.index for window in spread(many, 1)] == [0, 10]
-    assert len(spread(many, 10_000)) == 20
+    assert [window.index for window in evenly_spaced(many, 50)] == [0, 4, 8, 12, 16]
+    assert [window.index for window in evenly_spaced(many, 1)] == [0, 10]
+    assert len(evenly_spaced(many, 10_000)) == 20
     short = Window(3, torch.arange(10), 9)  # its only counted token has none after it
-    assert [window.index for window in spread([short, *many[4:6]], 100)] == [4, 5]
+    assert [window.index for window in evenly_spaced([short, *many[4:6]], 100)] == [4, 5]
     with pytest.raises(UserError, match="no window has a counted token with another after it"):
-        spread([short], 100)
+        evenly_spaced([short], 100)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def test_what_was_found_is_saved_and_loaded(causal: Causal, run: Run, tmp_path: 
             for name, values in vars(mine.layers[layer]).items():
                 assert torch.equal(values, getattr(theirs.layers[layer], name)), name
     assert loaded.sweep.effort() == causal.sweep.effort()
-    assert all(torch.equal(x, getattr(loaded.one_by_one, name)) for name, x in vars(causal.one_by_one).items())
+    assert all(torch.equal(x, getattr(loaded.single_neurons, name)) for name, x in vars(causal.single_neurons).items())
     (tmp_path / "run" / "moments.safetensors").write_bytes(b"of another run")
     with pytest.raises(UserError, match="belongs to another run"):
         Causal.load(tmp_path / "run")

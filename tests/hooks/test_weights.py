@@ -93,7 +93,7 @@ def test_several_hooks_in_a_row(tiny_llama: Path, tmp_path: Path) -> None:
 def test_in_lower_precision_positions_keep_theirs(tiny_llama: Path) -> None:
     """As transformers itself loads a checkpoint in that precision."""
     for name, precision in (("bfloat16", torch.bfloat16), ("float16", torch.float16), ("float64", torch.float64)):
-        loaded = load_model(str(tiny_llama), device="cpu", dtype=name).plain
+        loaded = load_model(str(tiny_llama), device="cpu", dtype=name).hf_model
         direct = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=precision)
         assert {weight.dtype for weight in loaded.parameters()} == {precision}
         assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32
@@ -159,7 +159,7 @@ def test_a_model_that_is_spread_is_read_like_one_in_memory(
         torch.testing.assert_close(their_costs.attribution.neurons(index), costs.attribution.neurons(index))
     assert their_neuron.readouts["v"].highest[0][0] == neuron.readouts["v"].highest[0][0]
     assert neuron.similar["qk"][0].neuron == their_neuron.similar["qk"][0].neuron
-    away = [name for name, weight in spread.plain.named_parameters() if weight.is_meta]
+    away = [name for name, weight in spread.hf_model.named_parameters() if weight.is_meta]
     assert any("layers.1.mlp" in name for name in away)
     if family == "llama":
         with pytest.raises(UserError, match="weights of layer 1 are kept elsewhere"), acting(spread, {1: Exchange()}):

@@ -24,7 +24,7 @@ from analysis.theory.actions import Exchange, Scaling, ValueRescaling, residual
 from analysis.theory.conversions import bilinear_sibling, exchanged_twin, fitted_coefficients, symmetric_sibling
 from analysis.theory.gated import GatedMLP
 from analysis.units.registry import Unit
-from analysis.weights.geometry import Geometry, Pairing
+from analysis.weights.geometry import Geometry, PermutedPairs
 from analysis.weights.interactions import antisymmetric_share, value_groups
 from hooks.collect import analyze
 from hooks.loading.builtin import BUILTINS, builtin_directory
@@ -117,7 +117,7 @@ def test_every_column_is_that_of_float64_statistics(
     text, layers = model.read(max_tokens=2000), [0, 11, 17]
     fast = layers_table(analyze(model, text, layers=layers, quiet=True))
 
-    def exact(unit: Unit, layout: Layout, geometry: Geometry, pairing: Pairing, *_: object) -> TileReducer:
+    def exact(unit: Unit, layout: Layout, geometry: Geometry, pairing: PermutedPairs, *_: object) -> TileReducer:
         return TileReducer(unit, layout, geometry, pairing, dtype=torch.float64)
 
     monkeypatch.setattr("hooks.reading.accumulators.reducer_of", exact)
@@ -131,12 +131,12 @@ def test_every_column_is_that_of_float64_statistics(
 def test_the_pass_that_reads_is_the_models_own(smollm2: LoadedModel, gemma3: LoadedModel) -> None:
     """What is listened to is what Hugging Face computes, with the attention it takes by itself."""
     for model in (smollm2, gemma3):
-        assert model.network is model.plain
+        assert model.network is model.hf_model
         assert all(site.hook_names for site in model.sites.values())
-        assert model.plain.config._attn_implementation == "sdpa"
+        assert model.hf_model.config._attn_implementation == "sdpa"
         tokens = model.read(max_tokens=300).windows[0].tokens[None]
         with torch.no_grad():
-            mine, theirs = model.plain(tokens).logits, model.bridge.original_model(tokens).logits
+            mine, theirs = model.hf_model(tokens).logits, model.bridge.original_model(tokens).logits
         assert float((mine - theirs).norm() / theirs.norm()) < 1e-4
 
 
@@ -154,9 +154,9 @@ def test_the_first_token_hides_what_layers_11_and_28_do(smollm2: LoadedModel, sm
             counted.loc[layer, "exchange_token_median"], abs=0.01
         )
     assert with_first["few_tokens"].all()
-    assert list(run.carriers()) == [11, 28]
+    assert list(run.massive_activation_tokens()) == [11, 28]
     for layer, neuron in ((11, 1229), (28, 678)):
-        places = run.carriers()[layer]
+        places = run.massive_activation_tokens()[layer]
         assert {place["position"] for place in places} == {0}
         assert {place["neuron"] for place in places} == {neuron}
         assert sum(place["energy_share"] for place in places) > 0.1

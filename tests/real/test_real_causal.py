@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from analysis.causal.costs import rank_correlation
 from analysis.causal.divergence import kl_divergence, log_probabilities
-from analysis.causal.edits import Edit, Exchange
+from analysis.causal.edits import Edit, PlainExchange
 from analysis.theory.actions import Action, Permutation, ValueRescaling
 from hooks.causal import spread
 from hooks.corpus import Window
@@ -15,7 +15,7 @@ from hooks.models import LoadedModel
 from hooks.patching.attribution import attribute
 from hooks.patching.interventions import acting
 from hooks.patching.partial_pass import full_pass
-from hooks.patching.single_neurons import edit_one_by_one
+from hooks.patching.single_neurons import patch_single_neurons
 from hooks.patching.sweep import sweep
 
 pytestmark = pytest.mark.real
@@ -28,7 +28,7 @@ def windows(smollm2: LoadedModel) -> list[Window]:
 
 @pytest.fixture(scope="module")
 def exchanges(smollm2: LoadedModel) -> dict[int, dict[str, Edit]]:
-    return {layer: {"exchange": Exchange()} for layer in list(smollm2.sites)[::2]}
+    return {layer: {"exchange": PlainExchange()} for layer in list(smollm2.sites)[::2]}
 
 
 def test_exchange_costs_more_than_its_placebo_in_most_layers(
@@ -76,5 +76,5 @@ def test_first_order_ranks_single_neurons(
     smollm2: LoadedModel, windows: list[Window], exchanges: dict[int, dict[str, Edit]]
 ) -> None:
     some = {layer: exchanges[layer] for layer in (20, 26)}
-    found = edit_one_by_one(smollm2, windows, some, "exchange", n_neurons=12)
+    found = patch_single_neurons(smollm2, windows, some, "exchange", n_neurons=12)
     assert rank_correlation(found.predicted.tolist(), found.exact.tolist()) > 0.8

@@ -22,7 +22,7 @@ from reports.directory import write_directory
 from reports.findings.__main__ import main, marks, written_into
 from reports.findings.activations import activation_tables, excess_beyond
 from reports.findings.figure import draw_families
-from reports.findings.runs import Found, cost_per_asymmetry, energy_by_quadrant, found_in, heaviest_neurons
+from reports.findings.runs import ModelRuns, cost_per_asymmetry, energy_by_quadrant, found_in, heaviest_neurons
 from reports.run.summary import against_chance
 from tests.helpers.tiny import save_tiny
 
@@ -60,7 +60,7 @@ def root(models: dict[str, tuple[LoadedModel, Path]], tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> list[Found]:
+def found(root: Path) -> list[ModelRuns]:
     return found_in(*([root / kind / name for name in ("llama", "gemma3")] for kind in ("runs", "first", "causal")))
 
 
@@ -179,11 +179,11 @@ def test_layers_beyond_a_null_are_counted_of_the_measure_asked_for() -> None:
 
 
 def test_energy_by_quadrant_is_that_of_the_activations(
-    models: dict[str, tuple[LoadedModel, Path]], found: list[Found]
+    models: dict[str, tuple[LoadedModel, Path]], found: list[ModelRuns]
 ) -> None:
     """A plain sum over tokens and neurons of w h² in float64, from hooks on the model's own modules."""
     model, windows = models["llama"][0], models["llama"][0].read(context=24, max_tokens=480).windows
-    mlp = model.plain.model.layers[1].mlp
+    mlp = model.hf_model.model.layers[1].mlp
     seen: dict[str, list[torch.Tensor]] = {"a": [], "b": []}
     handles = [
         part.register_forward_hook(lambda *call, name=name: seen[name].append(call[-1][0].double()))
@@ -191,7 +191,7 @@ def test_energy_by_quadrant_is_that_of_the_activations(
     ]
     with torch.no_grad():
         for window in windows:
-            model.plain(window.tokens[None])
+            model.hf_model(window.tokens[None])
     for handle in handles:
         handle.remove()
     a, b = (torch.cat([x[window.counted_from :] for x, window in zip(seen[name], windows, strict=True)]) for name in "ab")
@@ -204,7 +204,7 @@ def test_energy_by_quadrant_is_that_of_the_activations(
     np.testing.assert_allclose(shares.sum(axis=1), 1)
 
 
-def test_the_heaviest_neuron_is_that_of_a_plain_loop(root: Path, found: list[Found]) -> None:
+def test_the_heaviest_neuron_is_that_of_a_plain_loop(root: Path, found: list[ModelRuns]) -> None:
     """Energies before and after balanced exchange, summed neuron by neuron; a planted giant is found."""
     run = Run.load(root / "runs" / "llama")
     layer = run.layers[2]
@@ -224,7 +224,7 @@ def test_the_heaviest_neuron_is_that_of_a_plain_loop(root: Path, found: list[Fou
     assert (found[0].heaviest["score_ratio"] <= scores.to_numpy() * (1 + 1e-6)).all()
 
 
-def test_layers_that_few_neurons_make_are_listed_with_what_the_neuron_costs(found: list[Found]) -> None:
+def test_layers_that_few_neurons_make_are_listed_with_what_the_neuron_costs(found: list[ModelRuns]) -> None:
     """Planted: layer 1 is made by one neuron, which was exchanged alone; layer 0 by two, of which none was."""
     singly = pd.DataFrame({"layer": [1, 1, 2], "neuron": [3, 7, 7], "exact": [-0.25, 0.5, 0.75]})
     layers = found[0].layers.assign(effective_neurons=[2.0, 1.0, 9.0])
@@ -237,7 +237,7 @@ def test_layers_that_few_neurons_make_are_listed_with_what_the_neuron_costs(foun
     assert [row[-1] for row in tables_in(table)[0][1:]] == ["–", "–"]
 
 
-def test_cost_per_asymmetry_joins_two_runs_layer_by_layer(found: list[Found], root: Path) -> None:
+def test_cost_per_asymmetry_joins_two_runs_layer_by_layer(found: list[ModelRuns], root: Path) -> None:
     """The costs are of one run and the asymmetries of the other; c·ab is set against what it does not explain."""
     costs = pd.read_csv(root / "causal" / "gemma3" / "causal.csv")
     layers = pd.read_csv(root / "runs" / "gemma3" / "layers.csv").set_index("layer")
@@ -255,7 +255,7 @@ def drawn_by(bars: Any) -> np.ndarray:
     return np.asarray(bars.lines[0].get_ydata(), dtype=float)
 
 
-def test_the_figure_shows_the_tables(found: list[Found]) -> None:
+def test_the_figure_shows_the_tables(found: list[ModelRuns]) -> None:
     above, below = draw_families(found).subfigs
     for ax, one in zip(above.axes, found, strict=True):
         assert one.name in ax.get_title()

@@ -214,7 +214,7 @@ def test_experts_that_saw_little_are_remarked(run: Run, tables: Tables, experts:
 
 
 def test_a_heavy_token_is_said_to_sit_in_a_neuron_of_an_expert(run: Run, tables: Tables, tmp_path: Path) -> None:
-    places = {index: places[0] for index, places in run.carriers().items()}
+    places = {index: places[0] for index, places in run.massive_activation_tokens().items()}
     assert places
     console = Console(file=StringIO(), width=80)
     print_summary(run, tables, tmp_path, console)

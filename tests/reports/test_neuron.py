@@ -23,7 +23,7 @@ from analysis.sums.batch import Window
 from analysis.units.registry import Unit, unit_named
 from analysis.weights.readouts import ends, excitation, nearest, pair_cosines, promoted
 from hooks.collect import analyze
-from hooks.locating.sites import Found
+from hooks.locating.sites import LocatedLayers
 from hooks.models import LoadedModel, load_model
 from hooks.neuron import inspect_neuron
 from reports.neuron.page import NeuronPage
@@ -461,7 +461,7 @@ def test_other_bad_input_is_refused(llama: LoadedModel, tiny_llama: Path, tmp_pa
     for top in (0, 101):
         with pytest.raises(UserError, match=f"a list of {top} cannot be shown"):
             inspect_neuron(llama, text, "1:7", top=top, quiet=True)
-    broken = replace(llama, found=Found({0: llama.sites[0]}, {}, {1: "it is a router", 2: "it is a router"}))
+    broken = replace(llama, found=LocatedLayers({0: llama.sites[0]}, {}, {1: "it is a router", 2: "it is a router"}))
     with pytest.raises(UserError, match=r"none of the layers asked for can be analysed \(layer 1: it is a router\)"):
         inspect_neuron(broken, text, "1:7", quiet=True)
 

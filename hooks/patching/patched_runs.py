@@ -1,4 +1,4 @@
-"""Costs of many versions of one window: each row of a batch is given its own input and its own changes."""
+"""Costs of many runs of one window: each row of a batch is given its own input and its own changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from analysis.causal.divergence import costs, log_probabilities
 from analysis.causal.edits import Change
 from hooks.corpus import Window
 from hooks.models import LoadedModel
-from hooks.patching.partial_pass import Scored, suffix_pass
+from hooks.patching.partial_pass import Scored, pass_from_layer
 
 MAX_LOGITS = 1 << 27
-"""Logits of one batch: half a gigabyte in float32. Large vocabularies get few versions a batch."""
+"""Logits of one batch: half a gigabyte in float32. Large vocabularies get few runs a batch."""
 
 
 @dataclass(frozen=True)
-class Version:
-    """One version of a window: what the first block that runs is given, and what is changed in which layer."""
+class PatchedRun:
+    """One run of a window: what the first block that runs is given, and what is changed in which layer."""
 
     hidden: Float[Tensor, "pos d_model"]
     changes: Mapping[int, Change]
@@ -35,8 +35,8 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A window, entered at one layer: measures versions of it against the model's own prediction.
+class StartPoint:
+    """A window, entered at one layer: measures runs of it against the model's own prediction.
 
     Attributes:
         model: the model.
@@ -55,36 +55,34 @@ class Entry:
     effort: Effort = field(default_factory=Effort)
 
     @classmethod
-    def of(cls, model: LoadedModel, layer: int, window: Window, hidden: Float[Tensor, "pos d_model"]) -> "Entry":
+    def of(cls, model: LoadedModel, layer: int, window: Window, hidden: Float[Tensor, "pos d_model"]) -> "StartPoint":
         """From the clean input of the layer, which gives the base too."""
         scored = Scored.of(window)
-        logits, _ = suffix_pass(model, layer, hidden[None], window, {})
-        entry = cls(model, layer, window, scored, log_probabilities(scored.of_logits(logits[0])))
-        entry._count(1)
-        return entry
+        logits, _ = pass_from_layer(model, layer, hidden[None], window, {})
+        start = cls(model, layer, window, scored, log_probabilities(scored.of_logits(logits[0])))
+        start._count(1)
+        return start
 
     def costs(
-        self, versions: Sequence[Version], keep: int | None = None
+        self, runs: Sequence[PatchedRun], keep: int | None = None
     ) -> tuple[Float64[Tensor, "quantity row"], list[Float[Tensor, "pos d_model"]]]:
-        """Σ over scored tokens of KL and ΔCE of each version, and what block ``keep`` was given in each."""
+        """Σ over scored tokens of KL and ΔCE of each run, and what block ``keep`` was given in each."""
         found, kept = [], []
         targets = self.scored.targets.to(self.base.device)
-        for batch in self._batches(versions):
-            hidden = torch.stack([version.hidden for version in batch])
-            layers = {layer for version in batch for layer in version.changes}
-            rewrites = {
-                layer: partial(_rewritten, [version.changes.get(layer) for version in batch]) for layer in sorted(layers)
-            }
-            logits, inputs = suffix_pass(self.model, self.layer, hidden, self.window, rewrites, keep)
+        for batch in self._batches(runs):
+            hidden = torch.stack([run.hidden for run in batch])
+            layers = {layer for run in batch for layer in run.changes}
+            rewrites = {layer: partial(_rewritten, [run.changes.get(layer) for run in batch]) for layer in sorted(layers)}
+            logits, inputs = pass_from_layer(self.model, self.layer, hidden, self.window, rewrites, keep)
             found.append(costs(self.base, self.scored.of_logits(logits), targets))
             kept += [] if inputs is None else list(inputs)
             self._count(len(batch))
         return torch.cat(found, dim=1), kept
 
-    def _batches(self, versions: Sequence[Version]) -> Iterator[Sequence[Version]]:
+    def _batches(self, runs: Sequence[PatchedRun]) -> Iterator[Sequence[PatchedRun]]:
         size = max(1, MAX_LOGITS // (len(self.window.tokens) * self.base.shape[-1]))
-        for start in range(0, len(versions), size):
-            yield versions[start : start + size]
+        for start in range(0, len(runs), size):
+            yield runs[start : start + size]
 
     def _count(self, rows: int) -> None:
         self.effort.blocks += rows * (self.model.description["n_layers"] - self.layer)

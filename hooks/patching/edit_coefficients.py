@@ -7,28 +7,28 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from analysis.causal.edits import Fit
+from analysis.causal.edits import EditCoefficients
 from analysis.measures import asymmetry as measures
 from analysis.run import Run
 from hooks.corpus import Window
 from hooks.models import LoadedModel
 from hooks.patching.interventions import Activations
-from hooks.patching.partial_pass import looking_pass
+from hooks.patching.partial_pass import observed_pass
 
 
-def fit_layers(model: LoadedModel, windows: Sequence[Window], run: Run) -> dict[int, Fit]:
+def fit_coefficients(model: LoadedModel, windows: Sequence[Window], run: Run) -> dict[int, EditCoefficients]:
     """The fit of every layer of the run; means and the scale of σ(ab) are over the counted tokens of these windows."""
     sums: dict[int, Float64[Tensor, "sum d_mlp"]] = {}
     for window in windows:
         looks = {layer: partial(_look, model, layer, window.counted_from, sums) for layer in run.layers}
-        looking_pass(model, window, looks)
-    fits = {}
+        observed_pass(model, window, looks)
+    coefficients = {}
     for index, layer in run.layers.items():
         h, h_placed, placed_placed, n_tokens = sums[index]
         bilinear = measures.bilinear_coefficient(layer.moments.neuron).nan_to_num(0.0)  # 0 where ab is always 0
         placed, mean = (ratio.nan_to_num(0.0) for ratio in (h_placed / placed_placed, h / n_tokens))
-        fits[index] = Fit(bilinear, placed, mean, layer.geometry.balance)
-    return fits
+        coefficients[index] = EditCoefficients(bilinear, placed, mean, layer.geometry.balance)
+    return coefficients
 
 
 def _look(

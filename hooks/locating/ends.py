@@ -1,0 +1,69 @@
+"""Both ends of the residual stream: the embedding, and the unembedding with the gain of the norm before it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hooks.loading.devices import weights_of
+from hooks.loading.network import Tokens, outputs_of
+from hooks.locating.norm_gains import form_of_gain
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Where tokens enter the residual stream and where they leave it.
+
+    Attributes:
+        embedding, unembedding: one row a token, as the model holds them.
+        gain: gain of the norm before the unembedding, ones where none proves itself.
+        gain_source: which norm that is, in words.
+    """
+
+    embedding: Float[Tensor, "token d_model"]
+    unembedding: Float[Tensor, "token d_model"]
+    gain: Float[Tensor, " d_model"]
+    gain_source: str
+
+
+def find_ends(network: PreTrainedModel, probe: Tokens, d_model: int) -> Ends | None:
+    """Both ends of the model, the norm's gain proved on a probe; None if they are not as wide as the residual stream."""
+    tables = [network.get_input_embeddings(), network.get_output_embeddings()]
+    weights = [weights_of(table)["weight"] for table in tables if isinstance(table, nn.Embedding | nn.Linear)]
+    if len(weights) < 2 or any(weight.shape[1] != d_model for weight in weights):
+        return None
+    seen: list[tuple[str, nn.Module, Tensor, Tensor]] = []
+    read: list[Tensor] = []
+
+    def keep(name: str, module: nn.Module) -> Any:
+        def hook(_: nn.Module, inputs: Any, output: Any) -> None:
+            if inputs and isinstance(inputs[0], Tensor) and isinstance(output, Tensor) and output.shape[-1] == d_model:
+                seen.append((name, module, inputs[0].flatten(0, -2), output.flatten(0, -2)))
+
+        return module.register_forward_hook(hook)
+
+    head = tables[1]
+    handles = [head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].flatten(0, -2)))]
+    handles += [keep(name, module) for name, module in network.named_modules() if _may_be_norm(module, d_model)]
+    try:
+        outputs_of(network, probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    embedding, unembedding = weights
+    gain, source = torch.ones_like(unembedding[0]), "none: the unembedding does not read a norm's output"
+    for name, module, before, after in seen:
+        if read and after.shape == read[0].shape and torch.equal(after, read[0]):
+            found = form_of_gain(module, before, after)
+            if found is not None:
+                gain, source = found[0], f"{name}, {found[1]}"
+    return Ends(embedding, unembedding, gain, source)
+
+
+def _may_be_norm(module: nn.Module, d_model: int) -> bool:
+    weight = getattr(module, "weight", None)
+    named = "norm" in type(module).__name__.lower()
+    return named or (isinstance(weight, Tensor) and weight.shape == (d_model,))
