@@ -366,7 +366,7 @@ def _write(
             print_costs(causal, tables.layers, run.model["dtype"], Console())
     checks = () if causal is None else causal.checks(run.model["dtype"])
     passed = all(each.passed for each in (run, random) if each is not None)
-    if not passed or not all(check["passed"] for check in checks):
+    if not passed or not all(check.passed for check in checks):
         raise typer.Exit(1)
 
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from analysis.checks import Check
 from analysis.errors import UserError
 from analysis.measures.asymmetry import tokens_seen
 from analysis.measures.estimates import Estimates
@@ -39,11 +40,6 @@ MOMENTS_FILE = "moments.safetensors"
 MOST_LISTED = 8
 """Experts of a layer that a sentence names one by one."""
 Record = dict[str, Any]
-
-
-def at_most(check: str, value: float, limit: float) -> Record:
-    """An entry of ``Run.acceptance``: a number that may not exceed its limit; NaN fails."""
-    return {"check": check, "value": value, "limit": limit, "passed": value <= limit}
 
 
 @dataclass(frozen=True)
@@ -84,9 +80,8 @@ class Run:
         settings: how it was read: context, skipped positions, BOS, scales, seed. Runs merge only if these are equal.
         corpus: the parts of text that were counted, one record each.
         windows: a number for every window that was counted, by which runs know that they counted the same.
-        acceptance: what was checked and how it was read, a line each: ``check``, ``value``, ``limit``, ``passed``.
-        controls: every control of every layer: ``layer``, ``control``, ``must`` (hold or fail), ``value``, ``limit``,
-            ``passed``.
+        acceptance: what was checked, and how the model was read.
+        controls: every control of every layer.
         token_texts: the text of every token id that tables of places name.
         skipped: layers that were asked for and not analysed, with the reason.
         record: versions, device, wall time; informative only.
@@ -97,8 +92,8 @@ class Run:
     settings: Record
     corpus: tuple[Record, ...]
     windows: Int64[Tensor, " window"]
-    acceptance: tuple[Record, ...] = ()
-    controls: tuple[Record, ...] = ()
+    acceptance: tuple[Check, ...] = ()
+    controls: tuple[Check, ...] = ()
     token_texts: dict[int, str] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
     record: Record = field(default_factory=dict)
@@ -106,7 +101,7 @@ class Run:
     @property
     def passed(self) -> bool:
         """Whether every check and every control came out as it must."""
-        return all(record["passed"] for record in (*self.acceptance, *self.controls))
+        return all(check.passed for check in (*self.acceptance, *self.controls))
 
     def massive_activation_tokens(self) -> dict[int, list[Record]]:
         """For every layer whose numbers depend on a handful of tokens: those tokens, heaviest first."""
@@ -133,8 +128,8 @@ class Run:
             "model": self.model,
             "settings": self.settings,
             "corpus": list(self.corpus),
-            "acceptance": list(self.acceptance),
-            "controls": list(self.controls),
+            "acceptance": [check.as_record() for check in self.acceptance],
+            "controls": [control.as_control() for control in self.controls],
             "carried_by_few_tokens": {str(index): places for index, places in self.massive_activation_tokens().items()},
             "layers": {str(index): _describe(layer) for index, layer in self.layers.items()},
             "skipped_layers": {str(index): reason for index, reason in self.skipped.items()},
@@ -170,8 +165,8 @@ class Run:
                 document["settings"],
                 tuple(document["corpus"]),
                 tensors["windows"],
-                tuple(document["acceptance"]),
-                tuple(document["controls"]),
+                tuple(map(Check.of_record, document["acceptance"])),
+                tuple(map(Check.of_record, document["controls"])),
                 {int(token): text for token, text in document["token_texts"].items()},
                 skipped,
                 document["record"],
@@ -198,7 +193,7 @@ def _add(first: Run, second: Run) -> Run:
     for what, mine, other in (
         ("layers", list(first.layers), list(second.layers)),
         ("skipped layers", list(first.skipped), list(second.skipped)),
-        ("checks", [check["check"] for check in first.acceptance], [check["check"] for check in second.acceptance]),
+        ("checks", [check.what for check in first.acceptance], [check.what for check in second.acceptance]),
         ("controls", _names(first), _names(second)),
     ):
         if mine != other:
@@ -216,32 +211,20 @@ def _add(first: Run, second: Run) -> Run:
         index: replace(layer, moments=layer.moments + second.layers[index].moments) for index, layer in first.layers.items()
     }
     record = {"merged_from": [part for run in (first, second) for part in run.record.get("merged_from", [run.record])]}
-    pairs = zip(first.acceptance, second.acceptance, strict=True)
     return replace(
         first,
         layers=layers,
         corpus=first.corpus + second.corpus,
         windows=torch.cat([first.windows, second.windows]),
-        acceptance=tuple(_worse(*pair) for pair in pairs),
-        controls=tuple(_worse(*pair) for pair in zip(first.controls, second.controls, strict=True)),
+        acceptance=tuple(map(Check.worse, first.acceptance, second.acceptance)),
+        controls=tuple(map(Check.worse, first.controls, second.controls)),
         token_texts=first.token_texts | second.token_texts,
         record=record,
     )
 
 
-def _names(run: Run) -> list[tuple[int, str]]:
-    return [(control["layer"], control["control"]) for control in run.controls]
-
-
-def _worse(first: Record, second: Record) -> Record:
-    """Of two outcomes of one check the worse; of what is only said, both."""
-    if isinstance(first["value"], str):
-        both = "; ".join(dict.fromkeys((first["value"], second["value"])))
-        return first | {"value": both, "passed": first["passed"] and second["passed"]}
-    if first["passed"] != second["passed"]:
-        return second if first["passed"] else first
-    rises = first.get("must") == "fail" or first.get("sense") == "more than"
-    return (min if rises else max)(first, second, key=lambda check: check["value"])
+def _names(run: Run) -> list[tuple[int | None, str]]:
+    return [(control.layer, control.what) for control in run.controls]
 
 
 def _reasons(run: Run) -> Iterator[tuple[str, str]]:
@@ -284,10 +267,6 @@ def _check_document(document: Record) -> None:
         raise ValueError("it has no layers or no corpus")
     for part in document["corpus"]:
         _ = part["name"], part["shard"], int(part["tokens_counted"]), bool(part["cut_at_max_tokens"])
-    for check in document["acceptance"]:
-        _ = check["check"], check["value"], check["limit"], bool(check["passed"])
-    for control in document["controls"]:
-        _ = control["layer"], control["control"], float(control["value"]), float(control["limit"]), bool(control["passed"])
     for key in ("name", "weights", "units", "n_layers", "dtype"):
         _ = document["model"][key]
 

@@ -24,8 +24,9 @@ from transformer_lens.model_bridge import TransformerBridge
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from analysis.checks import Check
 from analysis.errors import UserError
-from analysis.run import Record, at_most
+from analysis.run import Record
 from hooks.corpus import DEFAULT_CONTEXT, SAMPLE, Corpus, load_corpus
 from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.loading.devices import SPREAD, in_precision, is_spread, place_of, weights_of
@@ -67,7 +68,7 @@ class LoadedModel:
     bos: int | None
     located: LocatedLayers
     description: Record
-    acceptance: tuple[Record, ...]
+    acceptance: tuple[Check, ...]
     passing: AbstractContextManager[Any] = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @property
@@ -212,19 +213,13 @@ def _view(
     probe: Int[Tensor, "1 pos"],
     reference: Tensor,
     limit: float,
-) -> tuple[TransformerBridge | None, Record | None]:
+) -> tuple[TransformerBridge | None, Check | None]:
     """The model in TransformerLens if that computes the same, and a line that says so or why not."""
     check = "logits with and without TransformerLens"
     if _lacks_head(model):
         return None, None
     if model is hf_model:
-        said = {
-            "check": check,
-            "value": "none: the model is spread over devices",
-            "limit": "read without it",
-            "passed": True,
-        }
-        return None, said
+        return None, _no_view(check, "the model is spread over devices")
     _with_eager_attention(model)
     bridge, reason = wrap(model, tokenizer, name, precision)
     if bridge is not None:
@@ -234,7 +229,7 @@ def _view(
             bridge, reason = None, f"TransformerLens cannot run a {type(hf_model).__name__} ({type(failure).__name__})"
         else:
             if error <= limit:
-                return bridge, at_most(check, error, limit)
+                return bridge, Check(check, error, limit)
             bridge, reason = None, f"TransformerLens gives other logits, off by {error:.1e} (limit {limit:.0e})"
     logger.info(f"{reason}: read at the model's own modules, model.bridge is None")
     return None, _no_view(check, reason)
@@ -253,8 +248,8 @@ def _first_outputs(model: PreTrainedModel, probe: Int[Tensor, "1 pos"], name: st
         ) from error
 
 
-def _no_view(check: str, reason: str) -> Record:
-    return {"check": check, "value": f"none: {reason}", "limit": "read without it", "passed": True}
+def _no_view(check: str, reason: str) -> Check:
+    return Check.stated(check, f"none: {reason}", "read without it")
 
 
 def _commonest(reasons: dict[int, str]) -> str:
@@ -374,22 +369,22 @@ def _with_fast_attention(hf_model: PreTrainedModel, probe: Int[Tensor, "1 pos"],
 
 
 def _acceptance(
-    located: LocatedLayers, view: Record | None, fast_attention_error: float, precision: torch.dtype, limit: float
-) -> tuple[Record, ...]:
-    tolerance = TOLERANCE[precision]
+    located: LocatedLayers, view: Check | None, fast_attention_error: float, precision: torch.dtype, limit: float
+) -> tuple[Check, ...]:
+    tolerance, output_limit = TOLERANCE[precision], OUTPUT_SLACK * TOLERANCE[precision]
     experts = [site for mixture in located.mixtures.values() for site in mixture.routed]
     dense = [*located.sites.values(), *(mixture.shared for mixture in located.mixtures.values() if mixture.shared)]
     checks = []
     if dense:
         checks += [
-            ("h = g(a, b) on the probe, largest over layers", max(s.identity_error for s in dense), tolerance),
-            ("MLP output from q, k, v, largest over layers", max(s.output_error for s in dense), OUTPUT_SLACK * tolerance),
+            Check("h = g(a, b) on the probe, largest over layers", max(s.identity_error for s in dense), tolerance),
+            Check("MLP output from q, k, v, largest over layers", max(s.output_error for s in dense), output_limit),
         ]
     if experts:
         worst = max(site.output_error for site in experts)
-        checks.append(("experts' output from q, k, v and routing, largest over layers", worst, OUTPUT_SLACK * tolerance))
-    reads = at_most("logits of the pass that reads, with its own attention", fast_attention_error, limit)
-    return (*(at_most(*check) for check in checks), *([] if view is None else [view]), reads)
+        checks.append(Check("experts' output from q, k, v and routing, largest over layers", worst, output_limit))
+    reads = Check("logits of the pass that reads, with its own attention", fast_attention_error, limit)
+    return (*checks, *([] if view is None else [view]), reads)
 
 
 def _describe(model: PreTrainedModel, source: Source, located: LocatedLayers, dtype: str) -> Record:

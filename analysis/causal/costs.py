@@ -25,8 +25,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from analysis.checks import Check
 from analysis.errors import UserError
-from analysis.run import MOMENTS_FILE, at_most
+from analysis.run import MOMENTS_FILE
 from analysis.storage.directory import RUN_FILE
 from analysis.storage.hashing import sha256_of
 
@@ -115,14 +116,14 @@ class Sweep:
             "seconds_of_one_pass": self.clean_seconds,
         }
 
-    def checks(self, dtype: str) -> tuple[dict[str, Any], ...]:
+    def checks(self, dtype: str) -> tuple[Check, ...]:
         """What must hold if the sweep is to be believed, as entries of a run's acceptance."""
         controls = [per_token(costs.control[0], self.n_tokens) for costs in self.layers.values()]
         misses = [per_token(costs.base - self.base, self.n_tokens).abs() for costs in self.layers.values()]
         control, miss = (float(torch.stack(values).max()) for values in (controls, misses))  # NaN if one of them is
         nothing = "KL of an edit that changes nothing, largest over layers"
         entry = "cross-entropy from a layer on and from a whole pass, largest over layers"
-        return at_most(nothing, control, CONTROL_LIMIT[dtype]), at_most(entry, miss, BASE_LIMIT[dtype])
+        return Check(nothing, control, CONTROL_LIMIT[dtype]), Check(entry, miss, BASE_LIMIT[dtype])
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ class Causal:
     sweep: Sweep | None = None
     single_neurons: SingleNeurons | None = None
 
-    def checks(self, dtype: str) -> tuple[dict[str, Any], ...]:
+    def checks(self, dtype: str) -> tuple[Check, ...]:
         """The sweep's checks, none without one."""
         return () if self.sweep is None else self.sweep.checks(dtype)
 

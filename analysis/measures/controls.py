@@ -6,12 +6,11 @@ each neuron's a is taken with another neuron's b, because a layer whose own q an
 exchange.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from analysis.checks import Check
 from analysis.measures.asymmetry import asymmetry
 from analysis.theory.actions import Action, Permutation, ValueRescaling, residual
 from analysis.theory.gated import GatedMLP
@@ -25,11 +24,9 @@ HOLDS = {torch.float32: 1e-5, torch.float64: 1e-12}
 BREAKS = 1e-6
 """Smallest exchange asymmetry that is none."""
 
-Record = dict[str, Any]
 
-
-def measure_controls(mlp: GatedMLP, x: Float[Tensor, "token d_model"], seed: int = 0) -> list[Record]:
-    """Each control with its value, limit, whether it must stay below or rise above it, and the verdict.
+def measure_controls(mlp: GatedMLP, x: Float[Tensor, "token d_model"], seed: int = 0) -> list[Check]:
+    """Each control with its value and its limit, below which it must stay or above which it must rise.
 
     A layer without any output has none.
 
@@ -45,8 +42,8 @@ def measure_controls(mlp: GatedMLP, x: Float[Tensor, "token d_model"], seed: int
     if mlp.unit.up_is_linear:
         actions = {f"k → {beta:g}k, v → v/{beta:g}": ValueRescaling(x.new_tensor([beta])) for beta in FACTORS}
     actions["a random order of the neurons"] = Permutation(order)
-    found = [_verdict(name, residual(mlp, action, x), limit, "hold") for name, action in actions.items()]
-    return [*found, _verdict("exchange of SiLU(a)·b, re-paired", _exchange(mlp, x, seed), BREAKS, "fail")]
+    found = [Check(name, residual(mlp, action, x), limit) for name, action in actions.items()]
+    return [*found, Check("exchange of SiLU(a)·b, re-paired", _exchange(mlp, x, seed), BREAKS, "more than")]
 
 
 def _exchange(mlp: GatedMLP, x: Float[Tensor, "token d_model"], seed: int) -> float:
@@ -56,8 +53,3 @@ def _exchange(mlp: GatedMLP, x: Float[Tensor, "token d_model"], seed: int) -> fl
     before, after = unit(a, b), unit.exchanged(a, b)
     energies = [(h.square().sum(dim=0) @ weight)[None].double() for h in (before - after, before, after)]
     return float(asymmetry(*energies))
-
-
-def _verdict(name: str, value: float, limit: float, must: str) -> Record:
-    passed = value <= limit if must == "hold" else value > limit
-    return {"control": name, "must": must, "value": value, "limit": limit, "passed": passed}

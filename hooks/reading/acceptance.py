@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 
 import torch
 from packaging.version import Version
 
-from analysis.run import Layer, Record
+from analysis.checks import Check, worst
+from analysis.run import Layer
 from analysis.units.activations import ACTIVATIONS, ALIASES
 from analysis.units.names import parsed
 from hooks.corpus import Corpus
@@ -20,65 +22,59 @@ def acceptance_of(
     model: LoadedModel,
     corpus: Corpus,
     layers: dict[int, Layer],
-    controls: tuple[Record, ...],
-    on_text: tuple[Record, ...] = (),
-) -> tuple[Record, ...]:
+    controls: tuple[Check, ...],
+    on_text: tuple[Check, ...] = (),
+) -> tuple[Check, ...]:
     """The checks made when the model was loaded and on the text, the controls in brief, and how it was read."""
     return (*model.acceptance, *_controls(controls), *on_text, *_reading(model, corpus, layers))
 
 
-def _controls(controls: tuple[Record, ...]) -> Iterator[Record]:
+def _controls(controls: tuple[Check, ...]) -> Iterator[Check]:
     """The worst layer of each control."""
-    for name in dict.fromkeys(record["control"] for record in controls):
-        mine = [record for record in controls if record["control"] == name]
-        must_hold = mine[0]["must"] == "hold"
-        worst = max(mine, key=lambda record: record["value"] if must_hold else -record["value"])
-        what = f"{name} must change nothing" if must_hold else f"{name} must change something"
-        yield _check(what, worst["value"], worst["limit"], worst["passed"], "at most" if must_hold else "more than")
+    for name in dict.fromkeys(control.what for control in controls):
+        found = worst(control for control in controls if control.what == name)
+        what = "something" if found.sense == "more than" else "nothing"
+        yield replace(found, what=f"{name} must change {what}", layer=None)
 
 
-def _reading(model: LoadedModel, corpus: Corpus, layers: dict[int, Layer]) -> Iterator[Record]:
+def _reading(model: LoadedModel, corpus: Corpus, layers: dict[int, Layer]) -> Iterator[Check]:
     units = Counter(layer.unit.name for layer in layers.values())
     configured = {ALIASES.get(name, name) for name in model.description["activation_in_config"]}
     named = all(_activation_of(unit) in {None, *configured} for unit in units) or not configured
-    yield _check(
+    yield Check.stated(
         "activation, g(a, b) = σ(a)·b", _counted(units), f"configuration: {', '.join(configured) or 'silent'}", named
     )
 
     sums = {sums.values.dtype for layer in layers.values() for sums in (layer.moments.neuron, layer.moments.pooled)}
     precision = f"{model.description['dtype']} model, sums in {', '.join(str(t).removeprefix('torch.') for t in sums)}"
-    yield _check("precision", precision, "sums in float64", sums == {torch.float64})
+    yield Check.stated("precision", precision, "sums in float64", sums == {torch.float64})
 
     begins = all(model.bos is None or int(window.tokens[0]) == model.bos for window in corpus.windows)
     begin = "no BOS" if model.bos is None else f"BOS {model.bos} before every window"
-    yield _check("beginning of a window", begin, "as the tokenizer's authors have it", begins)
+    yield Check.stated("beginning of a window", begin, "as the tokenizer's authors have it", begins)
 
     first = min(window.counted_from for window in corpus.windows)
     counted = f"from position {first} on, {corpus.n_counted} of {corpus.n_tokens} tokens"
-    yield _check("counted positions", counted, f"from position {corpus.skip_positions} on", first >= corpus.skip_positions)
+    asked = corpus.skip_positions
+    yield Check.stated("counted positions", counted, f"from position {asked} on", first >= asked)
 
-    yield _check(
+    yield Check.stated(
         "norm gain folded into q and k", _counted(Counter(layer.gain for layer in layers.values())), "proved", True
     )
 
     n_layers = model.description["n_layers"]
     left_out = "" if not model.skipped else f", skipped: {', '.join(map(str, model.skipped))}"
-    yield _check("layers analysed", f"{len(layers)} of {n_layers}{left_out}", "each proved on a probe", bool(layers))
+    yield Check.stated("layers analysed", f"{len(layers)} of {n_layers}{left_out}", "each proved on a probe", bool(layers))
 
     versions = {name: version(name) for name in MINIMAL}
     recent = all(Version(versions[name]) >= Version(least) for name, least in MINIMAL.items())
-    yield _check("versions", _listed(versions), f"at least {_listed(MINIMAL)}", recent)
+    yield Check.stated("versions", _listed(versions), f"at least {_listed(MINIMAL)}", recent)
 
 
 def _activation_of(unit: str) -> str | None:
     """The activation in a unit's name; None for a unit that is of no activation that a configuration could name."""
     kind, parameters = parsed(unit)
     return next((part for part in (kind, *parameters) if part in ACTIVATIONS), None)
-
-
-def _check(check: str, value: float | str, limit: float | str, passed: bool, sense: str = "") -> Record:
-    record: Record = {"check": check, "value": value, "limit": limit, "passed": passed}
-    return record | ({"sense": sense} if sense else {})
 
 
 def _counted(names: Counter[str]) -> str:

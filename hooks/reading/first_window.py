@@ -1,14 +1,15 @@
 """The controls of a run: the layers' own weights on their own inputs of the first window."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from analysis.checks import Check, worst
 from analysis.measures.controls import measure_controls
-from analysis.run import Record, at_most
 from hooks.corpus import Corpus
 from hooks.locating.routing import Routing
 from hooks.locating.sites import Mixture, Site
@@ -21,23 +22,23 @@ from hooks.tolerance import OUTPUT_SLACK, TOLERANCE, relative_error
 
 def controls_of(
     model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture], seed: int = 0
-) -> tuple[dict[str, Any], ...]:
+) -> tuple[Check, ...]:
     """Every control of every layer, of a mixture the worst of its experts: see ``analysis.measures.controls``."""
     window = corpus.windows[0]
     points = {(index, name): one for index, layer in layers.items() for name, one in _inputs(layer).items()}
     captured = _captured(model, corpus, points)
-    found: list[dict[str, Any]] = []
+    found: list[Check] = []
     for index, layer in layers.items():
-        worst: dict[str, dict[str, Any]] = {}
+        outcomes: dict[str, list[Check]] = {}
         for site, x in _own_inputs(layer, index, captured, window.counted_from):
             wide = torch.promote_types(x.dtype, torch.float32)
-            for record in measure_controls(site.gated_mlp().to(wide), x.to(wide), seed):
-                worst[record["control"]] = _worse(worst.get(record["control"]), record)
-        found += [{"layer": index} | record for record in worst.values()]
+            for control in measure_controls(site.gated_mlp().to(wide), x.to(wide), seed):
+                outcomes.setdefault(control.what, []).append(control)
+        found += [replace(worst(controls), layer=index) for controls in outcomes.values()]
     return tuple(found)
 
 
-def verified_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture]) -> tuple[Record, ...]:
+def verified_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture]) -> tuple[Check, ...]:
     """What every layer proved on a probe at load, on the first window of the text: a clamp may act only there."""
     points: dict[tuple[int, str], CapturePoint] = {}
     for index, layer in layers.items():
@@ -58,7 +59,7 @@ def verified_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Si
     tolerance = TOLERANCE[next(iter(layers.values())).dtype]
     checks = [("h = g(a, b) on the text's first window, largest over layers", dense, tolerance)]
     checks += [("experts' output on the text's first window, largest over layers", experts, OUTPUT_SLACK * tolerance)]
-    return tuple(at_most(name, max(errors), limit) for name, errors, limit in checks if errors)
+    return tuple(Check(name, max(errors), limit) for name, errors, limit in checks if errors)
 
 
 def _captured(
@@ -101,10 +102,3 @@ def _own_inputs(
     rows = [row[routing.place[row] >= counted_from] for row, _ in routing.by_expert(layer.expert_weights.n_experts)]
     found = [(site, routing.x[row]) for site, row in zip(layer.routed, rows, strict=True) if len(row)]
     return found if layer.shared is None else [*found, (layer.shared, captured[index, "x"].flatten(0, -2)[counted_from:])]
-
-
-def _worse(first: dict[str, Any] | None, second: dict[str, Any]) -> dict[str, Any]:
-    if first is None:
-        return second
-    rises = first["must"] == "fail"
-    return (min if rises else max)(first, second, key=lambda record: record["value"])

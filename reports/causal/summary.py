@@ -22,8 +22,8 @@ def print_costs(causal: Causal, layers: pd.DataFrame, dtype: str, console: Conso
         console.print()
         console.print(cost_table(causal.sweep, layers))
     for check in causal.checks(dtype):
-        if not check["passed"]:
-            failed = f"! check failed: {check['check']}: {check['value']:.1e}, limit {check['limit']:.0e}"
+        if not check.passed:
+            failed = f"! check failed: {check}"
             console.print(failed, highlight=False, markup=False)
 
 

@@ -36,7 +36,7 @@ def causal_tables(directory: Path) -> Iterator[str]:
         f"{effort['seconds_of_one_pass']:.1f} s)."
     )
     checks = sweep.checks(model["dtype"])
-    listed = [f"{check['check']}: {check['value']:.1e} (limit {check['limit']:.0e})" for check in checks]
+    listed = [f"{check.what}: {check.value:.1e} (limit {check.limit:.0e})" for check in checks]
     yield "Controls: " + "; ".join(listed) + "."
     yield "**KL, nats per token, counted positions; in brackets the placebo of the same size.**"
     yield _by_layer(counted, lambda row: f"{short(row['kl'])} ({short(row['kl_placebo'])})")

@@ -59,10 +59,8 @@ def acceptance_table(run: Run) -> Table:
         table.add_column(column)
     table.add_column("", no_wrap=True)
     for check in run.acceptance:
-        value, limit = check["value"], check["limit"]
-        value = value if isinstance(value, str) else f"{value:.1e}"
-        limit = limit if isinstance(limit, str) else f"{check.get('sense', 'at most')} {limit:.0e}"
-        table.add_row(Text(check["check"]), Text(value), Text(limit), "pass" if check["passed"] else "[bold red]FAIL[/]")
+        verdict_word = "pass" if check.passed else "[bold red]FAIL[/]"
+        table.add_row(Text(check.what), Text(check.value_in_words), Text(check.limit_in_words), verdict_word)
     return table
 
 
@@ -154,13 +152,11 @@ def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None)
             listed = ", ".join(f"{layer} ({value:.3f})" for layer, value in standing_out)
             yield f"{column} stands out in layer {listed}; the median over layers is {layers[column].median():.3f}"
     for check in run.acceptance:
-        if not check["passed"]:
-            yield f"check failed: {check['check']}: {check['value']}, limit {check['limit']}"
+        if not check.passed:
+            yield f"check failed: {check}"
     for control in run.controls:
-        if not control["passed"]:
-            must = "at most" if control["must"] == "hold" else "more than"
-            outcome = f"{control['value']:.1e}, must be {must} {control['limit']:.0e}"
-            yield f"control failed in layer {control['layer']}: {control['control']}: {outcome}"
+        if not control.passed:
+            yield f"control failed in layer {control.layer}: {control}"
     for layer, reason in run.skipped.items():
         yield f"layer {layer} was not analysed: {reason}"
     if any(part["cut_at_max_tokens"] for part in run.corpus):

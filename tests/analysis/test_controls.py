@@ -36,24 +36,24 @@ def layer(unit: Unit, dtype: torch.dtype = torch.float64) -> tuple[GatedMLP, Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", ["silu", "gelu", "relu", "linear", "relu2"])
 def test_what_must_hold_holds_and_what_must_fail_fails(name: str, dtype: torch.dtype) -> None:
-    found = {record["control"]: record for record in measure_controls(*layer(unit_named(name), dtype))}
+    found = {record.what: record for record in measure_controls(*layer(unit_named(name), dtype))}
     assert list(found) == [*RESCALINGS, ORDER, EXCHANGE]
-    assert all(record["passed"] for record in found.values())
-    assert [record["must"] for record in found.values()] == ["hold", "hold", "hold", "fail"]
-    assert 0 < found[ORDER]["value"] < found[ORDER]["limit"]
-    assert found[EXCHANGE]["value"] > 0.01 > found[EXCHANGE]["limit"]
+    assert all(record.passed for record in found.values())
+    assert [record.sense for record in found.values()] == ["at most", "at most", "at most", "more than"]
+    assert 0 < found[ORDER].value < found[ORDER].limit
+    assert found[EXCHANGE].value > 0.01 > found[EXCHANGE].limit
 
 
 def test_a_unit_whose_up_is_not_linear_has_no_rescaling_to_hold() -> None:
     found = measure_controls(*layer(GptOssUnit()))
-    assert [record["control"] for record in found] == [ORDER, EXCHANGE]
-    assert all(record["passed"] for record in found)
+    assert [record.what for record in found] == [ORDER, EXCHANGE]
+    assert all(record.passed for record in found)
 
 
 def test_a_unit_that_only_claims_a_linear_up_is_found_out() -> None:
-    found = {record["control"]: record for record in measure_controls(*layer(Liar()))}
-    assert [found[name]["passed"] for name in (*RESCALINGS, ORDER, EXCHANGE)] == [False, False, True, True]
-    assert found[RESCALINGS[0]]["value"] > 0.1
+    found = {record.what: record for record in measure_controls(*layer(Liar()))}
+    assert [found[name].passed for name in (*RESCALINGS, ORDER, EXCHANGE)] == [False, False, True, True]
+    assert found[RESCALINGS[0]].value > 0.1
 
 
 def test_a_layer_that_exchange_does_not_change_fails_the_control_that_must_fail() -> None:
@@ -61,7 +61,7 @@ def test_a_layer_that_exchange_does_not_change_fails_the_control_that_must_fail(
     mlp, x = layer(unit_named("silu"))
     alike = replace(mlp, q=mlp.q[:1].repeat(9, 1), k=mlp.q[:1].repeat(9, 1))
     last = measure_controls(alike, x)[-1]
-    assert (last["control"], last["value"], last["passed"]) == (EXCHANGE, 0.0, False)
+    assert (last.what, last.value, last.passed) == (EXCHANGE, 0.0, False)
 
 
 def test_a_layer_without_output_has_no_controls() -> None:
@@ -76,7 +76,7 @@ def run(llama: LoadedModel) -> Run:
 
 def test_every_layer_of_a_run_has_its_controls(run: Run) -> None:
     expected = [(index, control) for index in (0, 1, 2) for control in (*RESCALINGS, ORDER, EXCHANGE)]
-    assert [(record["layer"], record["control"]) for record in run.controls] == expected
+    assert [(record.layer, record.what) for record in run.controls] == expected
     assert run.passed
 
 
@@ -100,20 +100,20 @@ LINES = (
 def test_every_line_of_the_acceptance_block_has_a_value_a_limit_and_a_verdict(run: Run) -> None:
     assert len(run.acceptance) == len(LINES)
     for line, check in zip(LINES, run.acceptance, strict=True):
-        assert check["check"].startswith(line)
-        assert check["value"] != ""
-        assert check["limit"] != ""
-        assert check["passed"] is True
-    worst = {record["control"]: record["value"] for record in run.controls if record["layer"] == 0}
+        assert check.what.startswith(line)
+        assert check.value != ""
+        assert check.limit != ""
+        assert check.passed is True
+    worst = {record.what: record.value for record in run.controls if record.layer == 0}
     for record in run.controls:
-        pick = max if record["must"] == "hold" else min
-        worst[record["control"]] = pick(worst[record["control"]], record["value"])
-    assert [check["value"] for check in run.acceptance[4:8]] == list(worst.values())
+        pick = max if record.sense == "at most" else min
+        worst[record.what] = pick(worst[record.what], record.value)
+    assert [check.value for check in run.acceptance[4:8]] == list(worst.values())
 
 
 def changed(run: Run, check: int, **fields: object) -> Run:
     """The run on other windows, with one line of its acceptance block changed."""
-    lines = [line | fields if index == check else line for index, line in enumerate(run.acceptance)]
+    lines = [replace(line, **fields) if index == check else line for index, line in enumerate(run.acceptance)]
     return replace(run, windows=run.windows + 1, acceptance=tuple(lines))
 
 
@@ -122,17 +122,19 @@ def test_of_two_runs_the_worse_outcome_is_kept(run: Run) -> None:
     for check, worse, better in ((error, 1e-6, 0.0), (control, 1e-6, 0.0), (fails, 0.002, 0.9)):
         runs = [changed(run, check, value=value) for value in (worse, better)]
         for first, second in (runs, runs[::-1]):
-            assert Run.merge([first, replace(second, windows=run.windows)]).acceptance[check]["value"] == worse
-    failed = changed(run, error, value=1e-9, passed=False)
+            assert Run.merge([first, replace(second, windows=run.windows)]).acceptance[check].value == worse
+    failed = changed(run, error, value=1e-9, limit=1e-10)
     for pair in ([run, failed], [failed, run]):
         merged = Run.merge(pair)
-        assert (merged.acceptance[error]["value"], merged.passed) == (1e-9, False)
-    said = Run.merge([run, changed(run, words, value="other words", passed=False)]).acceptance[words]
-    assert said["value"] == f"{run.acceptance[words]['value']}; other words"
-    assert said["passed"] is False
-    tampered = [record | {"value": 0.7, "passed": False} for record in run.controls]
+        assert (merged.acceptance[error].value, merged.passed) == (1e-9, False)
+    said = Run.merge([run, changed(run, words, value="other words", holds=False)]).acceptance[words]
+    assert said.value == f"{run.acceptance[words].value}; other words"
+    assert said.passed is False
+    tampered = [
+        replace(record, value=0.7, limit={"at most": 0.1, "more than": 0.9}[record.sense]) for record in run.controls
+    ]
     merged = Run.merge([run, replace(run, windows=run.windows + 1, controls=tuple(tampered))])
-    assert {record["value"] for record in merged.controls} == {0.7}
+    assert {record.value for record in merged.controls} == {0.7}
 
 
 def test_a_control_out_of_tolerance_exits_with_1_and_is_written(
@@ -154,7 +156,7 @@ def test_a_control_out_of_tolerance_exits_with_1_and_is_written(
     assert "control failed in layer 0" not in words
     assert "FAIL" in words
     loaded = Run.load(tmp_path / "run")
-    assert [(r["layer"], r["control"]) for r in loaded.controls if not r["passed"]] == [(1, name) for name in RESCALINGS]
+    assert [(r.layer, r.what) for r in loaded.controls if not r.passed] == [(1, name) for name in RESCALINGS]
     assert not loaded.passed
 
 
@@ -171,7 +173,7 @@ def test_a_clamp_that_acts_on_the_text_alone_fails_a_check(family: str, tmp_path
         act = module.experts.act_fn.forward
         module.experts.act_fn.forward = lambda z: act(z).clamp(max=0.1)
     run = analyze(model, text, quiet=True)
-    failed = [check["check"] for check in run.acceptance if not check["passed"]]
+    failed = [check.what for check in run.acceptance if not check.passed]
     what = "h = g(a, b)" if family == "llama" else "experts' output"
     assert failed == [f"{what} on the text's first window, largest over layers"]
     assert not run.passed

@@ -150,7 +150,7 @@ def test_a_run_says_why_there_is_no_gaussian_null(llama: LoadedModel) -> None:
 def test_one_neuron_of_such_a_layer_is_not_shown(llama: LoadedModel) -> None:
     found = LocatedLayers({index: replace(site, unit=unit_named(NAME)) for index, site in llama.sites.items()})
     with pytest.raises(UserError, match=r"gates of layer 1 hang together \(top_k.*neurons.parquet"):
-        inspect_neuron(replace(llama, found=found), llama.read(context=32, max_tokens=64), "1:7", quiet=True)
+        inspect_neuron(replace(llama, located=found), llama.read(context=32, max_tokens=64), "1:7", quiet=True)
 
 
 def test_a_figure_of_it_says_that_there_is_none() -> None:
@@ -178,4 +178,4 @@ def test_its_controls_hold() -> None:
     mlp = GatedMLP.random(unit_named(NAME), 6, 9, generator=torch.Generator().manual_seed(0))
     assert isinstance(mlp, GatedMLP)
     found = measure_controls(mlp, torch.randn(20, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64))
-    assert [record["passed"] for record in found] == [True] * 4
+    assert [record.passed for record in found] == [True] * 4

@@ -225,7 +225,7 @@ def test_a_failed_check_exits_with_1_and_is_written(
     code, out, _ = call("analyze", tiny_llama, "--out", tmp_path / "run", *QUICK)
     assert code == 1
     assert "check failed: logits of the pass that reads" in out
-    assert not all(check["passed"] for check in Run.load(tmp_path / "run").acceptance)
+    assert not all(check.passed for check in Run.load(tmp_path / "run").acceptance)
 
 
 def test_theory_prints_every_claim_with_its_verdict(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def _view(model: LoadedModel) -> str:
 
 
 def _verdict(model: LoadedModel) -> str:
-    assert all(check["passed"] for check in model.acceptance)
+    assert all(check.passed for check in model.acceptance)
     said = []
     if model.sites:
         said.append(f"{len(model.sites)} dense" if model.mixtures else f"{len(model.sites)} layers")

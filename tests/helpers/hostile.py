@@ -6,6 +6,7 @@ from dataclasses import replace
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from analysis.checks import Check
 from analysis.run import Run
 from tests.helpers.tiny import VOCABULARY, train_tokenizer
 
@@ -35,8 +36,8 @@ def hostile_tokenizer() -> PreTrainedTokenizerFast:
 def renamed(run: Run, words: Sequence[str] = TOKENS) -> Run:
     """The same numbers under these names, as many as ``TOKENS``, and with a failed check and control of such names."""
     script, tag, closing, mark, letters, _, _, template, _ = words
-    check = {"check": mark, "value": script, "limit": tag, "passed": False}
-    control = {"layer": 0, "control": script, "must": "hold", "value": 1.0, "limit": 0.0, "passed": False}
+    check = Check.stated(mark, script, tag, holds=False)
+    control = Check(script, 1.0, 0.0, layer=0)
     return replace(
         run,
         model=run.model | {"name": tag, "weights": closing, "fingerprint": mark},

@@ -86,13 +86,13 @@ def test_actions_on_the_weights_are_actions_on_the_pre_activations() -> None:
 
 def test_controls_hold_with_biases_and_find_one_that_was_forgotten() -> None:
     mlp = biased()
-    assert [record["passed"] for record in measure_controls(mlp, inputs())] == [True] * 4
+    assert [record.passed for record in measure_controls(mlp, inputs())] == [True] * 4
 
     class Forgetful(GatedMLP):
         keys = ("k",)
 
     forgetful = Forgetful(**vars(mlp))
-    assert [record["passed"] for record in measure_controls(forgetful, inputs())] == [False, False, True, True]
+    assert [record.passed for record in measure_controls(forgetful, inputs())] == [False, False, True, True]
 
 
 def test_fitted_coefficients_are_of_pre_activations_with_biases() -> None:

@@ -113,7 +113,7 @@ def test_every_part_of_the_model_is_as_before(llama: LoadedModel) -> None:
 
 
 def test_a_skipped_layer_is_named_with_its_reason(llama: LoadedModel) -> None:
-    partial = replace(llama, found=LocatedLayers({0: llama.sites[0]}, {}, {1: "because", 2: "of that"}))
+    partial = replace(llama, located=LocatedLayers({0: llama.sites[0]}, {}, {1: "because", 2: "of that"}))
     assert read(partial).skipped == {1: "because", 2: "of that"}
     assert read(partial, layers=[0, 1]).skipped == {1: "because"}
     with pytest.raises(UserError, match="layer 2: of that"):

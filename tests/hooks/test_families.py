@@ -75,7 +75,7 @@ def test_what_is_heard_is_what_the_family_computes(family: tuple[str, Path]) -> 
     name, directory = family
     model = load_model(str(directory), device="cpu")
     assert model.skipped == {}
-    assert all(check["passed"] for check in model.acceptance), model.acceptance
+    assert all(check.passed for check in model.acceptance), model.acceptance
     expected = read_by_hand(load_plain(directory, name), name, TOKENS)
     found = heard_by_us(model)
     assert sorted(found) == list(range(len(expected)))

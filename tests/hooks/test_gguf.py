@@ -286,7 +286,7 @@ def test_a_file_that_is_read_is_measured(wide: torch.nn.Module, tmp_path: Path) 
     up = independently(written["blk.0.ffn_up.weight"], GGMLQuantizationType.Q5_0)
     torch.testing.assert_close(model.sites[0].k, up, rtol=1e-6, atol=1e-9)
     assert model.description["weights"] == "GGUF Q5_0×9 F32×3, dequantized to float32"
-    assert all(check["passed"] for check in model.acceptance)
+    assert all(check.passed for check in model.acceptance)
 
 
 def test_blocks_are_unpacked_even_where_they_could_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_layers_without_a_view_in_transformerlens_have_no_names(directories: dic
     assert len(model.sites) + len(model.mixtures) == model.description["n_layers"]
     assert not any(site.hook_names for site in model.sites.values())
     assert not any(site.hook_names for mixture in model.mixtures.values() for site in mixture.sites)
-    said = next((check["value"] for check in model.acceptance if "TransformerLens" in check["check"]), "")
+    said = next((check.value for check in model.acceptance if "TransformerLens" in check.what), "")
     assert (model.bridge is None) == (str(said).startswith("none: TransformerLens") or family == "t5")
 
 
@@ -320,7 +320,7 @@ def test_models_without_a_gated_layer_are_refused(directories: dict[str, Path], 
 def test_every_dtype_proves_its_layers(directories: dict[str, Path], dtype: str, family: str) -> None:
     model = load_model(str(directories[family]), device="cpu", dtype=dtype)
     assert len(model.sites) + len(model.mixtures) == 3
-    assert all(check["passed"] for check in model.acceptance), model.acceptance
+    assert all(check.passed for check in model.acceptance), model.acceptance
     units = {layer.unit.name for layer in (*model.sites.values(), *model.mixtures.values())}
     assert units == {"gpt_oss" if family == "gpt_oss" else "silu"}
 
@@ -363,7 +363,7 @@ def test_what_the_model_changes_in_place_is_heard_as_it_was_given(tmp_path: Path
 
     for layer in changed.hf_model.model.layers:
         layer.mlp.forward = partial(forward, layer.mlp)
-    changed = replace(changed, found=find_sites(changed.hf_model, TOKENS), bridge=None)
+    changed = replace(changed, located=find_sites(changed.hf_model, TOKENS), bridge=None)
     assert all(site.in_place for site in changed.sites.values())
     assert not any(site.in_place for site in model.sites.values())
     text = model.read(context=32, max_tokens=160)

@@ -133,7 +133,7 @@ def test_the_measured_model_is_the_dequantized_one(directory: Path) -> None:
     for rows, part in ((site.q, "gate"), (site.k, "up"), (site.v.T, "down")):
         close(rows, by_hand(files[f"model.layers.1.mlp.{part}_proj.weight"], lambda *_: 0.5))
     assert model.description["weights"] == "FP8 (e4m3, one scale a tensor), dequantized to float32"
-    assert all(check["passed"] for check in model.acceptance)
+    assert all(check.passed for check in model.acceptance)
 
 
 def test_mxfp8_scales_are_powers_of_two(directory: Path) -> None:

@@ -117,7 +117,7 @@ def test_an_attention_that_is_wrong_is_not_read_with(tiny_llama: Path, monkeypat
     monkeypatch.setattr(functional, "scaled_dot_product_attention", wrong)
     model = load_model(str(tiny_llama), device="cpu")
     assert model.hf_model.config._attn_implementation == "eager"
-    assert all(check["passed"] for check in model.acceptance)
+    assert all(check.passed for check in model.acceptance)
     monkeypatch.undo()
     assert load_model(str(tiny_llama), device="cpu").hf_model.config._attn_implementation == "sdpa"
 

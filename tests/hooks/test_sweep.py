@@ -114,7 +114,7 @@ def test_placebos_are_as_large_and_only_where_the_edit_is(
 
 
 def test_controls_and_the_cost_of_the_sweep(swept: Sweep) -> None:
-    assert all(check["passed"] for check in swept.checks("float32"))
+    assert all(check.passed for check in swept.checks("float32"))
     assert min(float(costs.single[0].min()) for costs in swept.layers.values()) >= -1e-9
     effort, n_edits = swept.effort(), len(NAMES)
     assert effort["unembedding_passes"] == 3 * (6 * n_edits + 2)
@@ -127,7 +127,7 @@ def test_controls_and_the_cost_of_the_sweep(swept: Sweep) -> None:
 def test_a_control_that_costs_something_is_seen(swept: Sweep) -> None:
     layers = {i: type(c)(**{**vars(c), "control": c.control + 1e-3, "base": c.base + 1}) for i, c in swept.layers.items()}
     broken = Sweep(swept.edits, swept.n_tokens, swept.base, layers, swept.n_blocks, swept.clean_seconds)
-    assert [check["passed"] for check in broken.checks("float32")] == [False, False]
+    assert [check.passed for check in broken.checks("float32")] == [False, False]
 
 
 @pytest.mark.parametrize("kept", [1, 2])

@@ -119,7 +119,7 @@ def test_spread_over_one_device_is_that_device(tiny_llama: Path) -> None:
     spread, plain = (load_model(str(tiny_llama), device=device) for device in (SPREAD, "auto"))
     assert spread.device == plain.device
     assert all(torch.equal(spread.sites[i].q, plain.sites[i].q) for i in range(3))
-    assert all(check["passed"] for check in spread.acceptance)
+    assert all(check.passed for check in spread.acceptance)
 
 
 def test_spread_is_refused_where_it_cannot_be(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_a_model_that_is_spread_is_read_like_one_in_memory(
     monkeypatch.setattr("hooks.loading.sources.spreading", lambda: places)
     spread = load_model(str(directory), device=SPREAD)
     assert spread.bridge is None
-    assert all(check["passed"] for check in spread.acceptance)
+    assert all(check.passed for check in spread.acceptance)
     found = []
     for model in (whole, spread):
         text = model.read(context=48, max_tokens=400)

@@ -52,7 +52,7 @@ def test_they_are_the_real_models(smollm2: LoadedModel, gemma3: LoadedModel) -> 
     for model in (smollm2, gemma3):
         assert "dequantized" in model.description["weights"]
         assert model.skipped == {}
-        assert all(check["passed"] for check in model.acceptance)
+        assert all(check.passed for check in model.acceptance)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def test_exchange_costs_more_than_its_placebo_in_most_layers(
             loss = plain(window.tokens[None], labels=labels[None]).loss
         assert swept.base[s].item() / int(swept.n_tokens[s]) == pytest.approx(loss.item(), abs=1e-5)
         assert attribution.base[s].item() == pytest.approx(swept.base[s].item(), abs=1e-3)
-    assert all(check["passed"] for check in swept.checks("float32"))
+    assert all(check.passed for check in swept.checks("float32"))
     edited, placebo = (torch.stack([costs.single[0, 0, v, 0].sum() for costs in swept.layers.values()]) for v in range(2))
     assert int((edited > placebo).sum()) > len(exchanges) / 2
     assert float(edited.min()) > 0

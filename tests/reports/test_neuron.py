@@ -461,7 +461,7 @@ def test_other_bad_input_is_refused(llama: LoadedModel, tiny_llama: Path, tmp_pa
     for top in (0, 101):
         with pytest.raises(UserError, match=f"a list of {top} cannot be shown"):
             inspect_neuron(llama, text, "1:7", top=top, quiet=True)
-    broken = replace(llama, found=LocatedLayers({0: llama.sites[0]}, {}, {1: "it is a router", 2: "it is a router"}))
+    broken = replace(llama, located=LocatedLayers({0: llama.sites[0]}, {}, {1: "it is a router", 2: "it is a router"}))
     with pytest.raises(UserError, match=r"none of the layers asked for can be analysed \(layer 1: it is a router\)"):
         inspect_neuron(broken, text, "1:7", quiet=True)
 

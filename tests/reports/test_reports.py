@@ -11,6 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from analysis.checks import Check
 from analysis.measures import asymmetry as measures
 from analysis.run import Run
 from hooks.collect import analyze
@@ -154,8 +155,8 @@ def test_the_verdict_says_what_the_numbers_say(run: Run) -> None:
 
 def test_what_a_reader_must_know_is_remarked(run: Run) -> None:
     layers = layers_table(run)
-    failed = {"check": "a check", "value": 2.0, "limit": 1.0, "passed": False}
-    control = {"layer": 2, "control": "a control", "must": "hold", "value": 0.5, "limit": 1e-5, "passed": False}
+    failed = Check("a check", 2.0, 1.0)
+    control = Check("a control", 0.5, 1e-5, layer=2)
     text = " ".join(remarks(replace(run, skipped={7: "no gate"}, acceptance=(failed,), controls=(control,)), layers))
     assert "check failed: a check: 2.0, limit 1.0" in text
     assert "control failed in layer 2: a control: 5.0e-01, must be at most 1e-05" in text
