@@ -158,7 +158,7 @@ def test_what_a_reader_must_know_is_remarked(run: Run) -> None:
     failed = Check("a check", 2.0, 1.0)
     control = Check("a control", 0.5, 1e-5, layer=2)
     text = " ".join(remarks(replace(run, skipped={7: "no gate"}, acceptance=(failed,), controls=(control,)), layers))
-    assert "check failed: a check: 2.0, limit 1.0" in text
-    assert "control failed in layer 2: a control: 5.0e-01, must be at most 1e-05" in text
+    assert "check failed: a check: 2.0e+00, limit at most 1e+00" in text
+    assert "control failed in layer 2: a control: 5.0e-01, limit at most 1e-05" in text
     assert "layer 7 was not analysed: no gate" in text
     assert "the corpus was cut at --tokens" in text
