@@ -1,7 +1,6 @@
 """Measure how gated MLPs break the symmetries of rank-1 bilinear attention: the command line.
 
-Arguments become a model, a model and a text become a run, a run becomes a directory. No mathematics is done here.
-Exit codes: 0 done, 1 a check failed (of the model: files are written and say which), 2 bad input, 130 interrupted.
+Exit codes: 0 done, 1 a check failed (files are written and say which), 2 bad input, 130 interrupted.
 """
 
 import logging
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +21,7 @@ from analysis.storage.directory import PROGRESS, check_writable
 from hooks.loading.builtin import BUILTINS, DEFAULT_MODEL
 
 if TYPE_CHECKING:
-    from analysis.causal.costs import Causal
+    from analysis.full_run import FullRun
     from analysis.run import Run
 
 MAX_LAYERS = 10_000
@@ -48,7 +46,7 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64.")
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
 RemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")]
 Out = Annotated[Path | None, typer.Option(help="Directory to write; default out/<model>.")]
-Force = Annotated[bool, typer.Option("--force", help="Write into a directory that holds something else.")]
+Force = Annotated[bool, typer.Option("--force", help="Write into a directory that holds other files.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, everything else on stderr.")]
 
@@ -68,14 +66,14 @@ def errors_reported() -> Iterator[None]:
 
 @contextmanager
 def sweep_kept(folder: Path) -> Iterator[None]:
-    """Ctrl-C during a sweep says what has been kept of it."""
+    """Ctrl-C reports how many layers of a sweep have been kept."""
     try:
         yield
     except KeyboardInterrupt as error:
         finished = len(list(folder.glob("layer-*.safetensors")))
         if not finished:
             raise
-        print(f"interrupted: {finished} layers are kept, go on with the same call and --resume", file=sys.stderr)
+        print(f"interrupted: {finished} layers are kept, continue with the same command and --resume", file=sys.stderr)
         raise typer.Exit(130) from error
 
 
@@ -95,11 +93,11 @@ def analyze(
         int | None, typer.Option(min=1, help="Windows in one forward pass. [default: fits the memory]")
     ] = None,
     shard: Annotated[str, typer.Option(help="K/N: read every N-th window from K on; merge the runs afterwards.")] = "0/1",
-    draws: Annotated[int, typer.Option(min=1, max=64, help="Random re-pairings of neurons for the null.")] = 4,
+    draws: Annotated[int, typer.Option(min=1, max=64, help="Random permutations of neurons for the null.")] = 4,
     null: Annotated[
         Null | None, typer.Option(help="random-init: also run the same architecture with fresh random weights.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of re-pairings, placebos and random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of permutations, placebos and random weights.")] = 0,
     causal: Annotated[
         str | None,
         typer.Option(
@@ -110,9 +108,9 @@ def analyze(
     edits: Annotated[str | None, typer.Option(help="Edits, like exchange,scale:2; default the usual ones.")] = None,
     causal_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens for --causal, in whole windows, two at least; default 1024, or 512 with a sweep."),
+        typer.Option(min=1, help="Tokens for --causal, in whole windows, at least two; default 1024, or 512 with a sweep."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an exact sweep that was interrupted.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an exact sweep that was interrupted.")] = False,
     device: Device = "auto",
     dtype: Dtype = "float32",
     revision: Revision = None,
@@ -126,39 +124,17 @@ def analyze(
     directory = out or default_directory(model)
     check_writable(directory, force)
     wanted, scales = parse_layers(layers), parse_alphas(alphas)
-    from analysis.causal.edits import parse_edits
-    from hooks.causal import MODES, measure_causal
-    from hooks.collect import analyze as collect_run
-    from hooks.corpus import check_windows
-    from hooks.models import load_model
-
-    check_windows(context, skip_positions, shard)
-    chosen = None if edits is None else parse_edits(edits)
-    if causal is not None and causal not in MODES:
-        raise UserError(f"unknown --causal {causal!r}: choose one of {', '.join(MODES)}")
-    if causal == "none" and (edits is not None or causal_tokens is not None):
-        raise UserError("--edits and --causal-tokens say what --causal measures, which is none: leave them out")
-    if resume and causal not in ("exact", "both"):
-        raise UserError(
-            f"--resume goes on with an exact sweep, not with --causal {causal or 'attribution'}: add --causal exact or both"
-        )
+    from hooks.measure import measure
 
     _announce(quiet)
-    load = partial(load_model, model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    measure = partial(collect_run, layers=wanted, alphas=scales, draws=draws, batch_size=batch_size, seed=seed, quiet=quiet)
-    subject = load()
-    text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens, shard=shard)
-    run, found = measure(subject, text), None
-    mode = causal or ("attribution" if subject.predicts or chosen or causal_tokens else "none")
-    if mode != "none":
-        with sweep_kept(directory / PROGRESS):
-            found = measure_causal(
-                subject, text, run, mode=mode, edits=chosen, n_tokens=causal_tokens, seed=seed,
-                folder=directory / PROGRESS, resume=resume,
-            )  # fmt: skip
-    del subject  # one model at a time
-    random = measure(load(random_seed=seed), text) if null is Null.RANDOM_INIT else None
-    _write(_with_command(run), directory, force, quiet, random, found, as_json)
+    with sweep_kept(directory / PROGRESS):
+        full = measure(
+            model, corpus=corpus, tokens=tokens, context=context, skip_positions=skip_positions, shard=shard, layers=wanted,
+            alphas=scales, draws=draws, batch_size=batch_size, seed=seed, random_weights=null is Null.RANDOM_INIT,
+            causal=causal, edits=edits, causal_tokens=causal_tokens, progress=directory / PROGRESS, resume=resume,
+            device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, quiet=quiet,
+        )  # fmt: skip
+    _write(replace(full, run=_with_command(full.run)), directory, force, quiet, as_json)
 
 
 @app.command()
@@ -169,8 +145,9 @@ def merge(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Add runs of equal provenance: the result is the run of all their tokens together."""
+    """Add runs of the same model on different tokens: the result is the run of all tokens together."""
     check_writable(out, force)
+    from analysis.full_run import FullRun
     from analysis.run import Run
     from reports.directory import load_random
 
@@ -179,7 +156,8 @@ def merge(
     whole = [run for run in random if run is not None]
     if whole and len(whole) < len(runs):
         raise UserError(f"{len(whole)} of {len(runs)} runs have a random-init null: make it for all of them, or for none")
-    _write(_with_command(Run.merge(loaded)), out, force, quiet, Run.merge(whole) if whole else None)
+    merged = FullRun(_with_command(Run.merge(loaded)), random=Run.merge(whole) if whole else None)
+    _write(merged, out, force, quiet)
 
 
 @app.command()
@@ -191,13 +169,15 @@ def report(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Make the tables, figures and report.html of a saved run anew."""
+    """Redraw the tables, figures and report.html of a saved run."""
+    from analysis.full_run import FullRun
     from analysis.run import Run
     from reports.directory import load_causal, load_random
 
     loaded, directory = Run.load(run), out or run
     check_writable(directory, force)
-    _write(loaded, directory, force, quiet, load_random(run, loaded), load_causal(run), as_json)
+    full = FullRun(loaded, load_causal(run), load_random(run, loaded))
+    _write(full, directory, force, quiet, as_json)
 
 
 @app.command()
@@ -209,7 +189,7 @@ def compare(
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Set runs side by side: the same shape layer by layer, others on relative depth."""
+    """Compare runs side by side: layer by layer if the shapes agree, else by relative depth."""
     check_writable(out, force)
     from rich.console import Console
 
@@ -242,18 +222,18 @@ def neuron(
     skip_positions: SkipPositions = 1,
     top: Annotated[int, typer.Option(min=1, max=100, help="Contexts of each sign pair, entries of every list.")] = 8,
     run: Annotated[
-        Path | None, typer.Option(help="A run of this model: its numbers for the layer, and costs of edits if it has them.")
+        Path | None, typer.Option(help="A run of this model to take the layer's numbers, and costs of edits, from.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the re-pairings.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the permutations.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "float32",
     revision: Revision = None,
     trust_remote_code: RemoteCode = False,
     out: Annotated[Path | None, typer.Option(help="HTML file; default out/<model>-<LAYER>-<INDEX>.html.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is no page of a neuron.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is not a page of a neuron.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show one neuron: its response, contexts, vocabulary and place in its layer, as one page."""
+    """Show one neuron as a page: its response, contexts, vocabulary and rank in its layer."""
     from hooks.corpus import check_windows
     from hooks.models import load_model
     from hooks.neuron import inspect_neuron, parse_neuron
@@ -280,7 +260,7 @@ def theory(
     out: Annotated[Path | None, typer.Option(help="Directory for theory.csv and a figure; default none.")] = None,
     force: Force = False,
 ) -> None:
-    """Check what theory says of every form, symmetry and activation; needs no model."""
+    """Check the theory's claims about every form, symmetry and activation; needs no model."""
     if out is not None:
         check_writable(out, force)
     from rich.console import Console
@@ -324,7 +304,7 @@ def parse_layers(text: str | None) -> list[int] | None:
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise UserError(f"layers {text!r} is not a list of indices and ranges: write it like 0-5,11")
         if not int(first) <= int(last or first) < MAX_LAYERS:
-            raise UserError(f"layers {part.strip()} is no range of layers: write the smaller index first")
+            raise UserError(f"layers {part.strip()} is not a range of layers: write the smaller index first")
         chosen += range(int(first), int(last or first) + 1)
     return chosen
 
@@ -340,15 +320,8 @@ def parse_alphas(text: str) -> list[float]:
     return scales
 
 
-def _write(
-    run: "Run",
-    directory: Path,
-    force: bool,
-    quiet: bool,
-    random: "Run | None" = None,
-    causal: "Causal | None" = None,
-    as_json: bool = False,
-) -> None:
+def _write(full: "FullRun", directory: Path, force: bool, quiet: bool, as_json: bool = False) -> None:
+    """Write the directory, show the summary, and exit with 1 if a check failed."""
     from rich.console import Console
 
     from reports.causal.summary import print_costs
@@ -356,17 +329,15 @@ def _write(
     from reports.run.document import summary_json
     from reports.run.summary import print_summary
 
-    tables = write_directory(run, directory, force, random, causal)
+    tables = write_directory(full.run, directory, force, full.random, full.causal)
     shutil.rmtree(directory / PROGRESS, ignore_errors=True)
     if as_json:
-        print(summary_json(run, tables, directory))
+        print(summary_json(full.run, tables, directory))
     elif not quiet:
-        print_summary(run, tables, directory, Console())
-        if causal is not None:
-            print_costs(causal, tables.layers, run.model["dtype"], Console())
-    checks = () if causal is None else causal.checks(run.model["dtype"])
-    passed = all(each.passed for each in (run, random) if each is not None)
-    if not passed or not all(check.passed for check in checks):
+        print_summary(full.run, tables, directory, Console())
+        if full.causal is not None:
+            print_costs(full.causal, tables.layers, full.run.model["dtype"], Console())
+    if not full.passed:
         raise typer.Exit(1)
 
 
@@ -382,7 +353,7 @@ def _command() -> str:
 
 
 def _announce(quiet: bool) -> None:
-    """Let the loading of models say on stderr what it is doing."""
+    """Let the loading of models report its progress on stderr."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("hooks").setLevel(logging.ERROR if quiet else logging.INFO)
 

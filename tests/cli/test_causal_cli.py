@@ -27,7 +27,7 @@ def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
 def same_model(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     """The tiny model, loaded once for several calls."""
     model = load_model(str(tiny_llama), device="cpu")
-    monkeypatch.setattr("hooks.models.load_model", lambda *_, **__: model)
+    monkeypatch.setattr("hooks.measure.load_model", lambda *_, **__: model)
     return model
 
 
@@ -96,7 +96,7 @@ def test_ctrl_c_keeps_finished_layers_and_resume_goes_on(
     options = ["--causal", "exact", *EDITS, *QUICK]
     code, out, err = call("analyze", tiny_llama, "--out", tmp_path / "run", *options)
     assert (code, out) == (130, "")
-    assert err.splitlines()[-1] == "interrupted: 2 layers are kept, go on with the same call and --resume"
+    assert err.splitlines()[-1] == "interrupted: 2 layers are kept, continue with the same command and --resume"
     assert [path.name for path in (tmp_path / "run").iterdir()] == [PROGRESS]
     other = ["--causal", "exact", "--edits", "flip", *QUICK]
     line = refused("analyze", tiny_llama, "--out", tmp_path / "run", "--quiet", "--resume", *other)
@@ -141,7 +141,7 @@ def test_a_failed_control_exits_with_1(
         (["--causal", "none", "--edits", "flip"], "--edits and --causal-tokens say what --causal measures, which is none"),
         (["--causal", "some"], "unknown --causal 'some': choose one of none, attribution, exact, both"),
         (["--edits", "swap"], "unknown edit 'swap'"),
-        (["--resume"], "--resume goes on with an exact sweep, not with --causal attribution"),
+        (["--resume"], "--resume continues an exact sweep, not --causal attribution"),
     ],
 )
 def test_options_that_do_not_fit(tiny_llama: Path, tmp_path: Path, options: list[str], complaint: str) -> None:
