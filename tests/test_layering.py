@@ -57,7 +57,8 @@ def upwards(module: str, source: str) -> set[str]:
     package, room = module.split(".")[:2]
     rank = {name: place for place, line in enumerate(ORDER[package]) for name in line.split()}
     own = {name.split(".")[1] for name in imports(source) if name.startswith(f"{package}.")}
-    return {other for other in own if other in rank and rank[other] > rank[room]}
+    height = rank[room]
+    return {other for other in own if other in rank and rank[other] > height}
 
 
 def files(package: str) -> list[Path]:

@@ -1,10 +1,11 @@
-"""The whole analysis in one call is its steps in turn; options that contradict each other are refused before a model loads."""
+"""A whole analysis in one call is its steps in turn; contradictory options are refused before a model loads."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from analysis.causal.edits import parse_edits
 from analysis.checks import Check
 from analysis.errors import UserError
 from analysis.full_run import FullRun
@@ -31,7 +32,7 @@ def test_it_is_its_steps_one_after_the_other(full: FullRun, tiny_llama: Path) ->
     model = load_model(str(tiny_llama), device="cpu")
     text = model.read(max_tokens=200, **READ)
     run = analyze(model, text, seed=3, quiet=True)
-    costs = measure_causal(model, text, run, mode="attribution", edits=["exchange", "zero"], n_tokens=64, seed=3)
+    costs = measure_causal(model, text, run, mode="attribution", edits=parse_edits("exchange,zero"), n_tokens=64, seed=3)
     random = analyze(load_model(str(tiny_llama), device="cpu", random_seed=3), text, seed=3, quiet=True)
     assert full.random is not None
     assert full.causal is not None
