@@ -1,4 +1,4 @@
-"""From a model and its run to what the edits of its gated units cost: which windows, which edits, and what is measured."""
+"""What edits of a model's gated units cost: which windows and which edits are taken, and what is measured on them."""
 
 import logging
 import math
@@ -24,7 +24,7 @@ ATTRIBUTION_TOKENS = 1024
 EXACT_TOKENS = 512
 """Tokens of the exact sweep unless asked otherwise: each costs hundreds of forward passes."""
 SINGLE_TOKENS = 128
-"""Tokens on which neurons are edited one by one: few, because prediction and cost are of the same tokens."""
+"""Tokens for single-neuron patching: few, because each neuron takes a pass of its own."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +45,22 @@ def measure_causal(
 
     Args:
         model: from ``load_model``.
-        corpus: what the run was made from; some of its windows are taken, evenly spread.
-        run: from ``hooks.collect.analyze``: its layers are edited, its moments fit c_j.
+        corpus: what the run was made from; some of its windows are taken, evenly spaced.
+        run: from ``hooks.collect.analyze``: its layers are edited, and its moments give the c_j of c_j·ab.
         mode: ``attribution`` (first order, every neuron), ``exact`` (every layer) or ``both``.
         edits: names as ``analysis.causal.edits`` spells them; None for the usual ones that exist for the model's units.
-        n_tokens: stop taking windows when they have this many tokens.
+        n_tokens: as many windows as hold about this many tokens, at least two.
         seed: of placebos and of the random choice of neurons.
         folder: where an exact sweep keeps finished layers; None for nowhere.
-        resume: go on with what is in the folder.
+        resume: continue with what is in the folder.
 
     Raises:
-        UserError: the model predicts no next token, an edit does not exist for its units, or what is in the folder is of
+        UserError: the model does not predict the next token, an edit does not exist for its units, or the folder holds
             another sweep.
     """
     if not model.predicts:
         raise UserError(
-            f"a {type(model.hf_model).__name__} predicts no next token, so edits have no cost: use --causal none"
+            f"a {type(model.hf_model).__name__} does not predict the next token, so edits have no cost: use --causal none"
         )
     names = _names(edits, run)
     default = ATTRIBUTION_TOKENS if mode == "attribution" else EXACT_TOKENS
@@ -84,7 +84,7 @@ def measure_causal(
 
 
 def evenly_spaced(windows: Sequence[Window], n_tokens: int) -> list[Window]:
-    """Windows evenly spread over the text with about this many tokens together, at least two where there are two."""
+    """Windows evenly spaced over the text with about this many tokens together, at least two where there are two."""
     usable = [window for window in windows if len(Scored.of(window)) > 0]
     if not usable:
         raise UserError("no window has a counted token with another after it: raise --context, or use --causal none")

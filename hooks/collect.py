@@ -1,7 +1,7 @@
 """One forward pass over the corpus, reduced to Moments layer by layer as it happens.
 
-A layer's a and b live only until both have been seen; then they become sums and are let go. So the memory does not grow
-with the corpus: it is that of the forward pass plus one table of sums a layer.
+A layer's a and b live only until both have been captured; then they become sums and are freed. Memory does not grow with the
+corpus: it is that of the forward pass plus one table of sums per layer.
 """
 
 import platform
@@ -40,16 +40,16 @@ def analyze(
     seed: int = 0,
     quiet: bool = False,
 ) -> Run:
-    """Read the corpus with the model and return what was found.
+    """Run the model over the corpus and reduce what its gated units do to a ``Run``.
 
     Args:
         model: from ``load_model``.
         corpus: from ``load_corpus``, encoded with this model's tokenizer.
         layers: indices to analyze; None takes every layer that is a gated MLP.
         alphas: scales of the scaling symmetry, none of them 0; limits that exist are added.
-        draws: random re-pairings of neurons for the null.
+        draws: random permutations of neurons for the permutation null.
         batch_size: windows in one forward pass; changes time and memory, not results. None fits them to the memory.
-        seed: of the re-pairings.
+        seed: of the permutations.
         quiet: no progress bar.
 
     Raises:
@@ -58,7 +58,7 @@ def analyze(
     if batch_size is not None and batch_size < 1:
         raise UserError(f"a batch of {batch_size} windows cannot be read: use at least 1")
     if draws < 1:
-        raise UserError(f"{draws} re-pairings cannot be drawn: use at least 1")
+        raise UserError(f"{draws} permutations cannot be drawn: use at least 1")
     if not all(SMALLEST_ALPHA <= abs(alpha) <= LARGEST_ALPHA for alpha in alphas):
         raise UserError(
             f"alphas {list(alphas)} must lie between 1e-4 and 1e4: the limits 0 and ∞ are added where they exist"
@@ -91,7 +91,7 @@ def analyze(
 
 
 def settings_of(model: LoadedModel, corpus: Corpus, alphas: Sequence[float], draws: int, seed: int) -> dict[str, Any]:
-    """How a corpus is read, as a run's provenance has it."""
+    """How a corpus is read, as recorded in a run's provenance."""
     return {
         "context": corpus.context,
         "bos": model.bos,
@@ -106,14 +106,14 @@ def settings_of(model: LoadedModel, corpus: Corpus, alphas: Sequence[float], dra
 
 
 def machine_of(model: LoadedModel) -> dict[str, Any]:
-    """On what and with which versions it is read."""
+    """The device and the versions of the libraries."""
     versions = {"gated-mlp-symmetry": __version__, "python": platform.python_version()}
     versions |= {name: version(name) for name in VERSIONED}
     return {"device": _device_name(model.device), "versions": versions}
 
 
 def _token_texts(model: LoadedModel, layers: dict[int, Layer]) -> dict[int, str]:
-    """The text of the tokens that tables of places name."""
+    """The text of every token that a table of tokens names."""
     named: set[int] = set()
     for layer in layers.values():
         named |= {int(token) for token in layer.estimates.extreme_neurons()["token"]}
@@ -122,7 +122,7 @@ def _token_texts(model: LoadedModel, layers: dict[int, Layer]) -> dict[int, str]
 
 
 def select_layers(model: LoadedModel, layers: Sequence[int] | None) -> dict[int, Site | Mixture]:
-    """The proven layers among those asked for; UserError if there is none, or no such layer."""
+    """The verified layers among those asked for; UserError if there is none, or no such layer."""
     every = model.layers
     if layers is None:
         return every
@@ -149,7 +149,7 @@ def collect(
     seed: int = 0,
     quiet: bool = False,
 ) -> tuple[dict[int, Layer], set[str]]:
-    """Every layer with what was seen of it over the corpus, in one pass; and the kinds of reducers that took the sums."""
+    """Every layer with its moments over the corpus, in one pass; and the kinds of reducers that took the sums."""
     accumulators = {index: accumulator_of(layer, alphas, draws, seed + index) for index, layer in layers.items()}
     read_through(model, corpus, list(accumulators.values()), batch_size=batch_size, quiet=quiet)
     kinds = {kind for accumulator in accumulators.values() for kind in accumulator.kind.split(", ")}

@@ -147,4 +147,4 @@ def test_an_encoder_on_the_command_line(tmp_path: Path) -> None:
         assert not (out / "causal.csv").exists()
         code, _, err = call("analyze", directory, "--out", out, "--causal", "exact", *QUICK)
         assert code == 2
-        assert "predicts no next token, so edits have no cost: use --causal none" in err
+        assert "does not predict the next token, so edits have no cost: use --causal none" in err
