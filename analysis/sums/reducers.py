@@ -53,6 +53,7 @@ NEURONS_AT_ONCE = 128
 TILE_BYTES = 2**24
 """Memory for the tiles that are turned at once."""
 
+
 class FusedReducer(Reducer):
     """Reduces batches of (a, b) of one layer on the CPU, on as many threads as torch has."""
 

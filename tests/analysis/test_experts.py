@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.measures.estimates import FEW_EXPERT_TOKENS, Estimates
+from analysis.measures.estimates import Estimates
+from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.measures.gaussian_null import GaussianFit, gaussian_nulls
 from analysis.measures.permutation_null import experts_permutation_variance, permutation_variance
 from analysis.sums import tiled as tile

@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from analysis.errors import UserError
-from analysis.measures.estimates import FEW_EXPERT_TOKENS
+from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.run import MOMENTS_FILE, Layer, Run
 from analysis.storage.hashing import sha256_of
 from analysis.weights.experts import SHARED
