@@ -1,12 +1,15 @@
-"""The sums of ``analysis.sums.tiled`` fused into one pass over the activations, for a CPU.
+"""The sums of ``analysis.sums.tiled`` fused into one pass over the activations, compiled by numba for a CPU.
 
-Every sum needs a and b of a token once, but a torch expression per sum reads and writes them a hundred times. Here numba
-compiles the whole inner loop. A tile of 256 tokens is turned so that a neuron's tokens are adjacent; then one neuron after
-the other goes through all its sums while its 256 values of a and b stay in the first-level cache. The loops over a neuron's
-tokens are short and without branches: each becomes vector instructions, for which even exp is written out.
+Every sum needs a and b of a token once, but one torch expression per sum would read and write them a hundred times. Here
+the whole inner loop is compiled. A tile of at most 256 tokens is transposed so that a neuron's tokens are adjacent; then each
+neuron in turn goes through all its sums while its values of a and b stay in the L1 cache. The loops over a neuron's tokens
+are short and without branches, so that each becomes vector instructions; for this even exp is written out.
 
-Products are float32, summed over at most 256 tokens in the lanes of a vector, then float64, as in ``analysis.sums.tiled``.
-``tests/analysis/test_fused.py`` holds every sum against that in float64.
+Products are float32 and summed over at most 256 tokens in float32, in the lanes of a vector; tiles are added in float64, as
+in ``analysis.sums.tiled``, whose float64 results every sum is tested against.
+
+All compiled code is in this file, because numba's cache on disk does not notice changes elsewhere. ``FusedReducer`` in
+``analysis.sums.reducers`` calls it.
 """
 
 import math
@@ -24,7 +27,7 @@ from numpy import ndarray
 from analysis.sums.layout import MAIN_SCALES, Layout
 
 STEP = 16
-"""Lengths of tiles are multiples of it: the tokens that the widest vectors hold."""
+"""Tile lengths are multiples of this, the number of float32 values in the widest vector register."""
 KINDS = {
     name: kind
     for kind, name in enumerate(
@@ -43,7 +46,7 @@ KINDS = {
         )
     )
 }
-"""The activations that are written out below, by their canonical names."""
+"""The activations that are implemented below, by their canonical names, with the number that selects each."""
 
 _f, _i = np.float32, np.int32
 _LINEAR, _RELU, _LEAKY, _RELU2, _GELU, _GELU_TANH, _QUICK, _SILU, _SIGMOID, _TANH, _SOFTPLUS = KINDS.values()
@@ -54,11 +57,11 @@ _ROOT_HALF, _GAUSS = _f(math.sqrt(0.5)), _f(1 / math.sqrt(2 * math.pi))
 _TANH_LINEAR, _TANH_CUBIC = _f(2 * math.sqrt(2 / math.pi)), _f(2 * math.sqrt(2 / math.pi) * 0.044715)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = _f(1.4426950408889634), _f(0.693359375), _f(-2.12194440e-4)
 _STEEPEST = _f(87)
-_TO_INTEGER = _f(1.5 * 2**23)  # adding it leaves the nearest integer in the last bits
+_TO_INTEGER = _f(1.5 * 2**23)  # adding it leaves the nearest integer in the lowest bits
 
 
 def _wide_vectors() -> None:
-    """Have numba use whole AVX-512 registers where there are any: LLVM takes halves of them unless told, a fifth slower."""
+    """Let numba use full AVX-512 registers where the CPU has them: by default LLVM uses half of each, a fifth slower."""
     features, config = binding.get_host_cpu_features(), vars(numba.config)
     if features.get("avx512f") and not (config["CPU_NAME"] or config["CPU_FEATURES"]):
         config["CPU_NAME"] = binding.get_host_cpu_name()
@@ -70,26 +73,26 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _compiled(*fastmath: str) -> Callable[[_Function], _Function]:
-    """Compiled when it is first called, and kept on disk where that can be written."""
-    # All memory is made outside, so references need not be counted: each count is an atomic instruction.
+    """A decorator: compile on the first call, and cache on disk where a cache directory is writable."""
+    # All memory is allocated by the caller, so no references are counted: each count would be an atomic instruction.
     options = {"nogil": True, "error_model": "numpy", "_nrt": False, "fastmath": set(fastmath)}
 
     def compiled(function: _Function) -> _Function:
         try:
             return njit(cache=True, **options)(function)
-        except RuntimeError:  # numba found no place for it
+        except RuntimeError:  # numba found no writable cache directory
             return njit(**options)(function)
 
     return compiled
 
 
-# Sums may be reassociated, which is what makes vectors of them; NaN and infinity must survive, they tell of overflow.
+# Sums may be reassociated, which allows vector instructions; NaN and infinity must survive, they indicate overflow.
 _fast, _exact = _compiled("reassoc", "nsz", "contract", "arcp", "afn"), _compiled("contract")
 
 
 @_exact
 def _exp(x):  # type: ignore[no-untyped-def]
-    """e^x to 1e-7, with x held within ±87: a polynomial on [−ln 2 / 2, ln 2 / 2] and a power of two (as in Cephes)."""
+    """e^x to a relative 1e-7, x clamped to ±87: a polynomial on [−ln 2 / 2, ln 2 / 2] and a power of two (as in Cephes)."""
     x = x if x > -_STEEPEST else -_STEEPEST
     x = x if x < _STEEPEST else _STEEPEST
     shifted = _f(x * _LOG2_E + _TO_INTEGER)
@@ -107,7 +110,8 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 @_fast
 def _activate(kind, scale, over, s, z, out, steps):  # type: ignore[no-untyped-def]
-    """Row out of s = σ(scale·z)/over of row z."""
+    """Write σ(scale·z)/over to row ``out`` of s, z its row of that number."""
+    # Long because each activation has a loop of its own: a branch inside one loop would prevent vector instructions.
     part = _ONE / over
     if kind == _SILU:
         for t in range(STEP * len(steps)):
@@ -154,7 +158,7 @@ def _activate(kind, scale, over, s, z, out, steps):  # type: ignore[no-untyped-d
 
 @_fast
 def _euler(kind, s, z, out, steps):  # type: ignore[no-untyped-def]
-    """Row out of s = zσ′(z) − σ(z) of row z: 0 where σ is homogeneous."""
+    """Write zσ′(z) − σ(z), which is 0 where σ is homogeneous, to row ``out`` of s; one loop each, as in ``_activate``."""
     if kind == _SILU:
         for t in range(STEP * len(steps)):
             s[out, t] = s[z, t] * s[z, t] * _bell(_exp(-s[z, t]))
@@ -199,7 +203,7 @@ def _bell(e):  # type: ignore[no-untyped-def]
 
 @_exact
 def _normal_cdf(x):  # type: ignore[no-untyped-def]
-    """Φ(x) to 1.2e-7 of itself in either tail, by the rational fit of erfc in Numerical Recipes (erfcc)."""
+    """Φ(x) with relative error 1.2e-7 in either tail, by the rational fit of erfc in Numerical Recipes (erfcc)."""
     y = abs(x) * _ROOT_HALF
     t = _ONE / (_ONE + _HALF * y)
     p = _f(0.17087277)
@@ -219,9 +223,11 @@ class Scales(NamedTuple):
     """The scales of the layout, one entry each.
 
     Attributes:
-        alpha: α; of a limit, anything.
-        is_limit: whether it is one, with the slopes below[i] and above[i] of σ there for a < 0 and a > 0.
-        main: its place among the scales that re-pairings follow, −1 for none.
+        alpha: α; arbitrary for a limit.
+        is_limit: whether the scale is one of the limits 0 and ∞.
+        below, above: the slopes of σ at that limit, for a < 0 and for a > 0.
+        main: index among the scales for which the permutation null is summed, −1 for all others.
+        n_main: how many these are.
     """
 
     alpha: Float32[ndarray, " alpha"]
@@ -237,9 +243,9 @@ class Neurons(NamedTuple):
 
     Attributes:
         weight: w.
-        per_length, squared_length: 1/‖k‖, by which keys are brought to one length, and ‖k‖².
+        per_length, squared_length: 1/‖k‖, which normalizes every key to length 1, and ‖k‖².
         balance: β.
-        partners, pair_balance: partners, and the β of each pair.
+        partners, pair_balance: the partner in each permutation, and the β of each pair.
     """
 
     weight: Float64[ndarray, " d_mlp"]
@@ -251,36 +257,39 @@ class Neurons(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Tiles with the tokens of a neuron adjacent.
+    """Transposed tiles: the tokens of a neuron are adjacent. Tiles that are not full are padded with zeros.
 
     Attributes:
-        a, b: pre-activations, 0 where a tile is not full.
+        a, b: pre-activations.
         power: Σ_j (b_j/‖k_j‖)² of every token.
-        root: routing weight r of every token, 1 in a dense layer, 0 where a tile is not full.
+        routing_weight: routing weight r of every token, 1 in a dense layer.
         square: r².
-        n_live, first, block: of every tile its tokens, the number of its first one, and its jackknife block.
+        n_tokens: tokens in each tile, without padding.
+        first: index of its first token among the counted tokens of the batch.
+        jackknife_block: its jackknife block.
     """
 
     a: Float32[ndarray, "tile d_mlp token"]
     b: Float32[ndarray, "tile d_mlp token"]
     power: Float32[ndarray, "tile token"]
-    root: Float32[ndarray, "tile token"]
+    routing_weight: Float32[ndarray, "tile token"]
     square: Float64[ndarray, "tile token"]
-    n_live: Int64[ndarray, " tile"]
+    n_tokens: Int64[ndarray, " tile"]
     first: Int64[ndarray, " tile"]
-    block: Int64[ndarray, " tile"]
+    jackknife_block: Int64[ndarray, " tile"]
 
 
 class Buffers(NamedTuple):
-    """Where sums go.
+    """Memory that the compiled loop writes to.
 
     Attributes:
-        table, groups, peak_size, peak_at: of every neuron; threads write their own neurons. ``peak_at`` is the number of
-            the token whose |r·h| exceeds ``peak_size``, −1 for none.
+        table, groups: sums of every neuron, shared by all threads, each of which writes its own neurons.
+        peak_size, peak_at: likewise, the largest |r·h| so far, and the index of the counted token of this batch on which it
+            occurred, −1 if it is from an earlier batch.
         pooled, signs: by jackknife block, of one thread.
         tokens: for each tile the parts of every token's sums, of one thread.
-        work, parts, sums, narrow: what a thread works on.
-        kept, kept_at: rows of the table that are kept in ``groups``, and where.
+        work, parts, sums, narrow: working memory of one thread.
+        kept, kept_at: rows of the table that are also summed in ``groups``, and their rows there.
     """
 
     table: Float64[ndarray, "d_mlp moment"]
@@ -299,25 +308,26 @@ class Buffers(NamedTuple):
 
 
 FirstRows: Any = namedtuple("FirstRows", Layout(()).names)  # type: ignore[misc]
-"""The first row of every sum of a layout."""
+"""The first row of each sum of a layout."""
 
-# Rows of s, what a thread works on: one neuron in one tile at a time. Activations are taken of a, b and ab as they are; the
-# other factor of h, and of every h′, carries the routing weight r. So there are r·a, r·b and r·other too, this far behind.
-_A, _B, _OTHER, _GATE, _H, _HH, _AB, _X, _ROOT, _POWER = range(10)
+# Rows of s, the working memory of a thread: one neuron in one tile at a time. Activations are applied to the unweighted
+# a, b and ab; the other factor of h, and of every h′, carries the routing weight r. So r·a, r·b and r·other have rows of
+# their own, ``_WEIGHTED`` rows after the unweighted ones.
+_A, _B, _OTHER, _GATE, _H, _HH, _AB, _X, _ROUTING, _POWER = range(10)
 _WEIGHTED = 10
 _MAIN_GATE = 13
-"""Then, of the scales that re-pairings follow, σ(αa)/α, its square, and its product with σ(a)."""
+"""From this row on, for each main scale: σ(αa)/α, its square, and its product with σ(a)."""
 N_WORK_ROWS = _MAIN_GATE + 3 * len(MAIN_SCALES)
 
 # Parts of a token's sums: Σ_j w_j h_j², then for each of ``Layout.token_measures`` the gap and the energy of h′.
 LINE = 16
-"""Neurons of a token in one line of the cache."""
+"""Neurons of a token in one cache line."""
 ENERGY, _EXCHANGE, _PLACEMENT, _BALANCED_EXCHANGE, _BALANCED_PLACEMENT, _EULER, _SCALING = 0, 1, 3, 5, 7, 9, 11
 
 
 @_fast
 def transpose_tile(first, last, places, x, scale, turned, power, s, steps):  # type: ignore[no-untyped-def]
-    """x of a tile, of the neurons first to last, with the tokens of a neuron adjacent; adds Σ_j (scale_j x_j)²."""
+    """Transpose x of a tile, neurons first to last, so that a neuron's tokens are adjacent; add Σ_j (scale_j x_j)²."""
     for i in range(LINE):
         for t in range(len(places), STEP * len(steps)):
             s[i, t] = _ZERO
@@ -336,7 +346,7 @@ def transpose_tile(first, last, places, x, scale, turned, power, s, steps):  # t
 
 @_fast
 def _pre_activations(s, steps):  # type: ignore[no-untyped-def]
-    """Σ a, Σ b, Σ a², Σ b², Σ ab in float64: variances are differences of large numbers."""
+    """Σ a, Σ b, Σ a², Σ b², Σ ab in float64, because variances are differences of large numbers."""
     sa, sb, saa, sbb, sab = 0.0, 0.0, 0.0, 0.0, 0.0
     for t in range(STEP * len(steps)):
         x, y = np.float64(s[_A, t]), np.float64(s[_B, t])
@@ -350,7 +360,7 @@ def _pre_activations(s, steps):  # type: ignore[no-untyped-def]
 
 @_fast
 def _weighted_pre_activations(s, square, steps):  # type: ignore[no-untyped-def]
-    """The same, every token with its r²."""
+    """The same, each token weighted with its r²."""
     sa, sb, saa, sbb, sab = 0.0, 0.0, 0.0, 0.0, 0.0
     for t in range(STEP * len(steps)):
         x, y = np.float64(s[_A, t]), np.float64(s[_B, t])
@@ -365,7 +375,7 @@ def _weighted_pre_activations(s, square, steps):  # type: ignore[no-untyped-def]
 
 @_fast
 def _outputs(s, b, weight, parts, steps):  # type: ignore[no-untyped-def]
-    """h, h² and ab; Σ h², Σ h·ab, Σ (ab)²; and the energy of every token."""
+    """Write h, h² and ab; return Σ h², Σ h·ab, Σ (ab)²; add to the energy of every token."""
     hh, h_ab, abab = _ZERO, _ZERO, _ZERO
     for t in range(STEP * len(steps)):
         h, ab = s[_GATE, t] * s[b, t], s[_A, t] * s[b, t]
@@ -379,7 +389,7 @@ def _outputs(s, b, weight, parts, steps):  # type: ignore[no-untyped-def]
 
 @_fast
 def _quadrants(s, steps):  # type: ignore[no-untyped-def]
-    """Tokens with a > 0, with b > 0 and with both; and the energies by sign."""
+    """The number of tokens with a > 0, with b > 0 and with both; and Σ h² by sign pair."""
     n_a, n_b, n_ab = _ZERO, _ZERO, _ZERO
     e_pp, e_pn, e_np, e_nn = _ZERO, _ZERO, _ZERO, _ZERO
     for t in range(STEP * len(steps)):
@@ -398,7 +408,7 @@ def _quadrants(s, steps):  # type: ignore[no-untyped-def]
 
 @_fast
 def _largest(s, steps):  # type: ignore[no-untyped-def]
-    """max |h|, by the bits of it, which order like integers."""
+    """max |h|, found by comparing the bits, which for non-negative floats are ordered as integers."""
     bits = _i(0)
     for t in range(STEP * len(steps)):
         mine = _i(_f(s[_H, t]).view(np.int32) & 0x7FFFFFFF)
@@ -408,7 +418,7 @@ def _largest(s, steps):  # type: ignore[no-untyped-def]
 
 @_fast
 def _compare(s, x, y, weight, parts, part, steps):  # type: ignore[no-untyped-def]
-    """Σ h′² and Σ (h − h′)² of h′ = xy; and both of every token."""
+    """Σ h′² and Σ (h − h′)² for h′ = xy; add both to the parts of every token."""
     energy, gap = _ZERO, _ZERO
     for t in range(STEP * len(steps)):
         changed = s[x, t] * s[y, t]
@@ -422,7 +432,7 @@ def _compare(s, x, y, weight, parts, part, steps):  # type: ignore[no-untyped-de
 
 @_fast
 def _compare_euler(s, x, b, weight, parts, steps):  # type: ignore[no-untyped-def]
-    """Σ (b(aσ′(a) − σ(a)))², and of every token."""
+    """Σ (b(aσ′(a) − σ(a)))²; add it to the parts of every token."""
     energy = _ZERO
     for t in range(STEP * len(steps)):
         squared = (s[x, t] * s[b, t]) * (s[x, t] * s[b, t])
@@ -433,7 +443,7 @@ def _compare_euler(s, x, b, weight, parts, steps):  # type: ignore[no-untyped-de
 
 @_fast
 def _compare_scaled(s, x, b, weight, parts, part, steps):  # type: ignore[no-untyped-def]
-    """As ``_compare`` for h′ = σ(αa)/α·b; then Σ power·(σ(αa)/α)² and Σ power·σ(a)·σ(αa)/α."""
+    """As ``_compare`` for h′ = σ(αa)/α·b; also Σ power·(σ(αa)/α)² and Σ power·σ(a)·σ(αa)/α."""
     energy, gap, mixed, mixed_product = _ZERO, _ZERO, _ZERO, _ZERO
     for t in range(STEP * len(steps)):
         gate, h = s[x, t], s[_H, t]
@@ -458,8 +468,8 @@ def _mixed(s, steps):  # type: ignore[no-untyped-def]
 
 
 @_fast
-def _repaired(s, a, b, steps):  # type: ignore[no-untyped-def]
-    """With another neuron's b: Σ h², Σ h′² and Σ (h − h′)² of the exchange, and Σ h′² and Σ h·h′ of each main scale."""
+def _permuted(s, a, b, steps):  # type: ignore[no-untyped-def]
+    """With another neuron's b: Σ h², Σ h′² and Σ (h − h′)² for exchange; Σ h′² and Σ h·h′ for each main scale."""
     hh, energy, gap = _ZERO, _ZERO, _ZERO
     s0, s1, s2, p0, p1, p2 = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
     for t in range(STEP * len(steps)):
@@ -478,8 +488,8 @@ def _repaired(s, a, b, steps):  # type: ignore[no-untyped-def]
 
 
 @_fast
-def _repaired_balanced(s, a, b, ratio, steps):  # type: ignore[no-untyped-def]
-    """Σ h′² and Σ (h − h′)² of the exchange h′ = xa, where h is ratio times what it is unbalanced."""
+def _permuted_balanced(s, a, b, ratio, steps):  # type: ignore[no-untyped-def]
+    """Σ h′² and Σ (h − h′)² for exchange in the balanced gauge: h′ = xa, and h is ``ratio`` times its unbalanced value."""
     energy, gap = _ZERO, _ZERO
     for t in range(STEP * len(steps)):
         h, changed = ratio * s[_GATE, t] * s[b, t], s[_X, t] * s[a, t]
@@ -489,28 +499,31 @@ def _repaired_balanced(s, a, b, ratio, steps):  # type: ignore[no-untyped-def]
 
 
 @_fast
-def reduce_neurons(kind, first, last, tiles, neurons, scales, rows, found, steps, weighted):  # type: ignore[no-untyped-def]
+def reduce_neurons(kind, first, last, tiles, neurons, scales, rows, buffers, steps, weighted):  # type: ignore[no-untyped-def]
     """Every sum of the neurons first to last over all tiles.
 
-    ``steps`` and ``weighted`` are constants to the compiler: only their lengths matter. Tiles have STEP·len(steps) tokens,
-    and where ``weighted`` is empty every routing weight is 1.
+    ``steps`` and ``weighted`` are tuples of empty tuples, whose lengths are constants to the compiler: tiles have
+    STEP·len(steps) tokens, and if ``weighted`` is empty every routing weight is 1.
     """
+    # Long because it is one loop nest: all sums of a neuron are taken while its values are in the L1 cache, each by a short
+    # function that is inlined.
     a, b, other = _A + _WEIGHTED * len(weighted), _B + _WEIGHTED * len(weighted), _OTHER + _WEIGHTED * len(weighted)
-    n_draws, n_moments, n_parts = len(neurons.partners), found.table.shape[1], found.tokens.shape[1]
-    s, parts, sums, kept = found.work, found.parts, found.sums, found.narrow
-    a_tiles, jackknife_block_of, first_of, n_live = tiles.a, tiles.block, tiles.first, tiles.n_live
-    b_tiles, power, root, square = tiles.b, tiles.power, tiles.root, tiles.square
+    n_draws, n_moments, n_parts = len(neurons.partners), buffers.table.shape[1], buffers.tokens.shape[1]
+    s, parts, sums, kept = buffers.work, buffers.parts, buffers.sums, buffers.narrow
+    a_tiles, block_of, first_of, n_tokens = tiles.a, tiles.jackknife_block, tiles.first, tiles.n_tokens
+    b_tiles, power, routing_weight, square = tiles.b, tiles.power, tiles.routing_weight, tiles.square
     balance, pair_balance, partners = neurons.balance, neurons.pair_balance, neurons.partners
     squared_length, weights = neurons.squared_length, neurons.weight
     above, alpha, below, is_limit, main_of = scales.above, scales.alpha, scales.below, scales.is_limit, scales.main
     n_main = scales.n_main
-    groups, kept_rows, kept_at, peak_at, peak_size = found.groups, found.kept, found.kept_at, found.peak_at, found.peak_size
-    pooled, signs, table, tokens = found.pooled, found.signs, found.table, found.tokens
-    for tile in range(len(n_live)):
+    groups, kept_rows, kept_at = buffers.groups, buffers.kept, buffers.kept_at
+    peak_at, peak_size = buffers.peak_at, buffers.peak_size
+    pooled, signs, table, tokens = buffers.pooled, buffers.signs, buffers.table, buffers.tokens
+    for tile in range(len(n_tokens)):
         parts[:] = _ZERO
         for t in range(STEP * len(steps)):
-            s[_ROOT, t], s[_POWER, t] = root[tile, t], power[tile, t]
-        sums[rows.weight] = n_live[tile]
+            s[_ROUTING, t], s[_POWER, t] = routing_weight[tile, t], power[tile, t]
+        sums[rows.weight] = n_tokens[tile]
         if len(weighted):
             sums[rows.weight] = 0.0
             for t in range(STEP * len(steps)):
@@ -522,7 +535,7 @@ def reduce_neurons(kind, first, last, tiles, neurons, scales, rows, found, steps
                 s[_A, t], s[_B, t] = a_tiles[tile, j, t], b_tiles[tile, j, t]
             if len(weighted):
                 for t in range(STEP * len(steps)):
-                    s[a, t], s[b, t] = s[_ROOT, t] * s[_A, t], s[_ROOT, t] * s[_B, t]
+                    s[a, t], s[b, t] = s[_ROUTING, t] * s[_A, t], s[_ROUTING, t] * s[_B, t]
             _activate(kind, _ONE, _ONE, s, _A, _GATE, steps)
 
             sa, sb, saa, sbb, sab = (
@@ -536,12 +549,12 @@ def reduce_neurons(kind, first, last, tiles, neurons, scales, rows, found, steps
                     s[_AB, t] = s[_A, t] * s[_B, t]
             n_a, n_b, n_ab, e_pp, e_pn, e_np, e_nn = _quadrants(s, steps)
             sums[rows.count_pp], sums[rows.count_pn], sums[rows.count_np] = n_ab, n_a - n_ab, n_b - n_ab
-            sums[rows.count_nn] = n_live[tile] - n_a - n_b + n_ab
+            sums[rows.count_nn] = n_tokens[tile] - n_a - n_b + n_ab
             sums[rows.energy_pp], sums[rows.energy_pn], sums[rows.energy_np], sums[rows.energy_nn] = e_pp, e_pn, e_np, e_nn
             size = _largest(s, steps)
             if size > peak_size[j]:
                 peak_size[j] = size
-                for t in range(n_live[tile]):
+                for t in range(n_tokens[tile]):
                     if abs(s[_H, t]) == size:
                         peak_at[j] = first_of[tile] + t
                         break
@@ -550,13 +563,13 @@ def reduce_neurons(kind, first, last, tiles, neurons, scales, rows, found, steps
             energy, gap = _compare(s, _X, a, weight, parts, _EXCHANGE, steps)
             sums[rows.exchange], sums[rows.exchange_gap] = energy, gap
             _activate(kind, _ONE, _ONE, s, _AB, _X, steps)
-            energy, gap = _compare(s, _X, _ROOT, weight, parts, _PLACEMENT, steps)
+            energy, gap = _compare(s, _X, _ROUTING, weight, parts, _PLACEMENT, steps)
             sums[rows.placement], sums[rows.placement_gap] = energy, gap
             _activate(kind, beta, beta, s, _B, _X, steps)
             energy, gap = _compare(s, _X, a, weight, parts, _BALANCED_EXCHANGE, steps)
             sums[rows.balanced_exchange], sums[rows.balanced_exchange_gap] = energy, gap
             _activate(kind, beta, beta, s, _AB, _X, steps)
-            energy, gap = _compare(s, _X, _ROOT, weight, parts, _BALANCED_PLACEMENT, steps)
+            energy, gap = _compare(s, _X, _ROUTING, weight, parts, _BALANCED_PLACEMENT, steps)
             sums[rows.balanced_placement], sums[rows.balanced_placement_gap] = energy, gap
             _euler(kind, s, _A, _X, steps)
             sums[rows.euler] = _compare_euler(s, _X, b, weight, parts, steps)
@@ -577,7 +590,7 @@ def reduce_neurons(kind, first, last, tiles, neurons, scales, rows, found, steps
                 energy, gap, mixed, mixed_product = _compare_scaled(s, x, b, weight, parts, _SCALING + 2 * i, steps)
                 sums[rows.scaling + i], sums[rows.scaling_gap + i] = energy, gap
                 sums[rows.mixed_scaling + i] = length * mixed - energy
-                sums[rows.mixed_product + i] = length * mixed_product - (hh + energy - gap) / 2  # the own h·h′
+                sums[rows.mixed_product + i] = length * mixed_product - (hh + energy - gap) / 2  # minus its own h·h′
 
             for draw in range(n_draws):
                 partner, pair_beta = partners[draw, j], pair_balance[draw, j]
@@ -585,9 +598,9 @@ def reduce_neurons(kind, first, last, tiles, neurons, scales, rows, found, steps
                     s[_OTHER, t] = b_tiles[tile, partner, t]
                 if len(weighted):
                     for t in range(STEP * len(steps)):
-                        s[other, t] = s[_ROOT, t] * s[_OTHER, t]
+                        s[other, t] = s[_ROUTING, t] * s[_OTHER, t]
                 _activate(kind, _ONE, _ONE, s, _OTHER, _X, steps)
-                hh, energy, gap, scaled, product = _repaired(s, a, other, steps)
+                hh, energy, gap, scaled, product = _permuted(s, a, other, steps)
                 sums[rows.repaired_hh + draw] = hh
                 sums[rows.repaired_exchange + draw], sums[rows.repaired_exchange_gap + draw] = energy, gap
                 for main in range(n_main):
@@ -595,12 +608,12 @@ def reduce_neurons(kind, first, last, tiles, neurons, scales, rows, found, steps
                     sums[rows.repaired_product + draw * n_main + main] = product[main]
                 ratio = pair_beta / beta
                 _activate(kind, pair_beta, beta, s, _OTHER, _X, steps)
-                energy, gap = _repaired_balanced(s, a, other, ratio, steps)
+                energy, gap = _permuted_balanced(s, a, other, ratio, steps)
                 sums[rows.repaired_balanced_hh + draw] = ratio * ratio * hh
                 sums[rows.repaired_balanced_exchange + draw] = energy
                 sums[rows.repaired_balanced_exchange_gap + draw] = gap
 
-            block = jackknife_block_of[tile]
+            block = block_of[tile]
             group = block * groups.shape[1] // len(pooled)
             for row in range(n_moments):
                 table[j, row] += sums[row]

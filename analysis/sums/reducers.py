@@ -43,24 +43,24 @@ from analysis.units.registry import GatedUnit, Unit
 from analysis.weights.geometry import Geometry, PermutedPairs
 
 TILE = 256
-"""Tokens in a tile. One that is not full is padded with a = b = 0, which adds nothing to any sum but the counted signs."""
+"""Tokens in a tile; shorter ones are padded with a = b = 0, which adds nothing to any sum except counts by sign."""
 EXPERT_TILE = 64
-"""Tokens in a short tile, for experts, which see few at a time: shorter ones would be hardly less work."""
+"""Tokens in a short tile, for experts with few tokens in a batch: even shorter ones would hardly save work."""
 ROOM = 16
-"""Floats between rows: rows a power of two apart would fall into the same lines of a cache."""
+"""Floats of padding between rows: rows a power of two apart would map to the same cache lines."""
 NEURONS_AT_ONCE = 128
-"""Neurons whose parts of a token's sums are added up in float32."""
+"""Neurons over which the sums of single tokens are accumulated in float32 before they are added in float64."""
 TILE_BYTES = 2**24
-"""Memory for the tiles that are turned at once."""
+"""Memory for the tiles that are transposed at once."""
 
 
 class FusedReducer(Reducer):
-    """Reduces batches of (a, b) of one layer on the CPU, on as many threads as torch has."""
+    """Reduces batches of (a, b) of one layer on the CPU, on as many threads as torch uses."""
 
     kind, dtype = "fused", torch.float32
 
     def __init__(self, unit: GatedUnit, layout: Layout, geometry: Geometry, pairing: PermutedPairs) -> None:
-        """As ``TileReducer``, with an activation that is one of ``KINDS``."""
+        """As ``TileReducer``; the activation must be one of ``KINDS``."""
         self.unit, self.layout = unit, layout
         self.value_weight = geometry.value_weight
         self._kind = KINDS[unit.activation.name]
@@ -88,7 +88,7 @@ class FusedReducer(Reducer):
             tiles = self._tiles(a.numpy(), b.numpy(), batch, group, shares, tile)
 
             def reduce(first: int, last: int, tiles: Tiles = tiles, tile: int = tile) -> Buffers:
-                found = Buffers(
+                buffers = Buffers(
                     totals.table.numpy(),
                     totals.groups.numpy(),
                     totals.peak_size.numpy(),
@@ -105,13 +105,13 @@ class FusedReducer(Reducer):
                 layer, constants = (self._neurons, self._scales, self._rows), (_steps(tile), weighted)
                 for some in range(first, last, NEURONS_AT_ONCE):
                     until = min(some + NEURONS_AT_ONCE, last)
-                    reduce_neurons(self._kind, some, until, tiles, *layer, found, *constants)
-                return found
+                    reduce_neurons(self._kind, some, until, tiles, *layer, buffers, *constants)
+                return buffers
 
-            for found in _on_threads(reduce, shares):
-                totals.pooled += torch.from_numpy(found.pooled)
-                totals.signs += torch.from_numpy(found.signs)
-                for (first, last, _), sums in zip(group, found.tokens, strict=True):
+            for buffers in _on_threads(reduce, shares):
+                totals.pooled += torch.from_numpy(buffers.pooled)
+                totals.signs += torch.from_numpy(buffers.signs)
+                for (first, last, _), sums in zip(group, buffers.tokens, strict=True):
                     parts[:, first:last] += sums[:, : last - first]
         self._raise_peaks(totals, peak_at, a, b, batch, known)
         return self._token_sums(torch.from_numpy(parts))
@@ -125,26 +125,26 @@ class FusedReducer(Reducer):
         shares: Sequence[tuple[int, int]],
         tile: int,
     ) -> Tiles:
-        """These stretches of counted tokens, turned."""
-        counted, n_live = batch.counted.numpy(), np.array([last - first for first, last, _ in pieces])
-        root = (np.arange(tile) < n_live[:, None]).astype(np.float32)
+        """These pieces of the counted tokens, transposed."""
+        counted, n_tokens = batch.counted.numpy(), np.array([last - first for first, last, _ in pieces])
+        routing_weight = (np.arange(tile) < n_tokens[:, None]).astype(np.float32)
         if batch.routing_weight is not None:
             weight = batch.routing_weight.float().numpy()
-            for row, (first, last, _) in zip(root, pieces, strict=True):
+            for row, (first, last, _) in zip(routing_weight, pieces, strict=True):
                 row[: last - first] = weight[counted[first:last]]
-        turned_a, turned_b = _room(len(pieces), a.shape[1], tile + ROOM)
+        tiles_a, tiles_b = _room(len(pieces), a.shape[1], tile + ROOM)
         tiles = Tiles(
-            a=turned_a,
-            b=turned_b,
+            a=tiles_a,
+            b=tiles_b,
             power=np.zeros((len(pieces), tile), np.float32),
-            root=root,
-            square=np.square(root, dtype=np.float64),
-            n_live=n_live,
+            routing_weight=routing_weight,
+            square=np.square(routing_weight, dtype=np.float64),
+            n_tokens=n_tokens,
             first=np.array([first for first, _, _ in pieces]),
-            block=np.array([block for _, _, block in pieces]),
+            jackknife_block=np.array([block for _, _, block in pieces]),
         )
 
-        def turn(first: int, last: int) -> Float32[ndarray, "tile token"]:
+        def transpose(first: int, last: int) -> Float32[ndarray, "tile token"]:
             power, unused, s = _aligned(len(pieces), tile), _aligned(tile), _aligned(LINE, tile + ROOM)
             for at, (start, stop, _) in enumerate(pieces):
                 there = first, last, counted[start:stop]
@@ -153,12 +153,12 @@ class FusedReducer(Reducer):
             return power
 
         neurons = self._neurons
-        for power in _on_threads(turn, shares):
+        for power in _on_threads(transpose, shares):
             tiles.power[:] += power
         return tiles
 
     def _token_sums(self, parts: Float64[Tensor, "part token"]) -> TokenSums:
-        """Both sums of every ratio from the parts that tiles give."""
+        """Gap and scale of every token measure, from the gaps and energies summed over the neurons."""
         energy, gap, changed = parts[ENERGY], parts[1::2], parts[2::2]
         scale = 2 * (changed + energy)
         euler = self.layout.token_measures.index("euler")
@@ -174,21 +174,21 @@ class FusedReducer(Reducer):
         batch: Batch,
         known: Float32[Tensor, " d_mlp"],
     ) -> None:
-        """Take in the counted tokens on which |r·h| was larger than was known before, and those that are not counted."""
+        """Update the peaks: counted tokens at ``peak_at``, and uncounted ones that are larger than ``known``."""
         neuron = torch.from_numpy(np.flatnonzero(peak_at >= 0))
         place = batch.counted[torch.from_numpy(peak_at)[neuron]]
         x, y = a[place, neuron], b[place, neuron]
-        root = batch.routing_weight
-        h = self.unit(x, y) if root is None else self.unit(x, y) * root[place].float()
+        weight = batch.routing_weight
+        h = self.unit(x, y) if weight is None else self.unit(x, y) * weight[place].float()
         totals.peaks.values[:, neuron] = torch.stack([h, x, y]).double()
         totals.peaks.places[:, neuron] = batch.places[:, place]
-        aside = batch.uncounted
-        if not len(aside):
+        rest = batch.uncounted
+        if not len(rest):
             return
-        of_aside = Peaks.of(a[aside], b[aside], self.unit, batch.places[:, aside], None if root is None else root[aside])
-        if bool((of_aside.values[0].abs() > known).any()):
-            torch.maximum(totals.peak_size, of_aside.values[0].abs().float(), out=totals.peak_size)
-            totals.raise_peaks(of_aside)
+        peaks = Peaks.of(a[rest], b[rest], self.unit, batch.places[:, rest], None if weight is None else weight[rest])
+        if bool((peaks.values[0].abs() > known).any()):
+            torch.maximum(totals.peak_size, peaks.values[0].abs().float(), out=totals.peak_size)
+            totals.raise_peaks(peaks)
 
 
 def reducer_of(
@@ -196,7 +196,8 @@ def reducer_of(
 ) -> Reducer:
     """The fastest reducer for activations of this dtype on this device.
 
-    On a CPU what the fused loop does not take is summed eagerly: to compile it would take longer than most runs.
+    On a CPU the fused loop, where it implements the activation; otherwise eager torch, because compiling it would take
+    longer than most runs. On a GPU compiled torch.
     """
     if isinstance(unit, GatedUnit) and unit.activation.name in KINDS and device.type == "cpu" and dtype != torch.float64:
         return FusedReducer(unit, layout, geometry, pairing)
@@ -221,7 +222,7 @@ _kept = threading.local()
 
 
 def _room(*shape: int) -> Sequence[Float32[ndarray, "tile d_mlp room"]]:
-    """Memory for turned tiles, kept from batch to batch: fresh memory costs more than what is written to it."""
+    """Memory for two sets of transposed tiles, reused from batch to batch: allocating it costs more than filling it."""
     size = math.prod(shape)
     if getattr(_kept, "size", 0) < size:
         _kept.size, _kept.room = size, [_aligned(size) for _ in range(2)]
@@ -230,12 +231,12 @@ def _room(*shape: int) -> Sequence[Float32[ndarray, "tile d_mlp room"]]:
 
 @cache
 def _steps(tile: int) -> tuple[tuple[()], ...]:
-    """A tuple whose length says how long a tile is, so that this is known when the loop is compiled."""
-    return ((),) * (tile // STEP)  # of nothing, which costs nothing to hand over
+    """A tuple whose length encodes the tile length, which is then a constant to the compiler."""
+    return ((),) * (tile // STEP)  # of empty tuples, which cost nothing to pass
 
 
 def _aligned(*shape: int) -> Float32[ndarray, "..."]:
-    """Zeros that begin with a line of the cache, as torch gives memory and numpy does not."""
+    """Zeros aligned to a cache line, as torch allocates them and numpy does not."""
     return torch.zeros(shape).numpy()
 
 
@@ -244,9 +245,9 @@ Piece = tuple[int, int, int]
 
 
 def _tiled(batch: Batch, d_mlp: int) -> Iterator[tuple[int, list[Piece]]]:
-    """What goes into tiles, in order, as many at once as there is memory for; and how long these tiles are.
+    """Tile lengths with pieces of the counted tokens, one a tile, in order; as many at once as ``TILE_BYTES`` allows.
 
-    A run of an expert's tokens that is shorter than half a tile, or what is left of one, goes into short tiles.
+    In a mixture of experts, pieces of at most half a tile are cut into short tiles.
     """
     pieces = ((TILE, piece) for piece in batch.pieces(TILE))
     if batch.routing_weight is not None:
@@ -259,7 +260,7 @@ def _tiled(batch: Batch, d_mlp: int) -> Iterator[tuple[int, list[Piece]]]:
 
 
 def _cut(first: int, last: int, block: int) -> Iterator[tuple[int, Piece]]:
-    """A piece as one long tile, or as short ones where these are less work."""
+    """A piece as one long tile, or as short ones if these need less work."""
     if last - first > 2 * EXPERT_TILE:
         yield TILE, (first, last, block)
         return
@@ -268,7 +269,7 @@ def _cut(first: int, last: int, block: int) -> Iterator[tuple[int, Piece]]:
 
 
 def _shares(n_neurons: int) -> list[tuple[int, int]]:
-    """The neurons of each thread."""
+    """The range of neurons of each thread."""
     edges = np.linspace(0, n_neurons, min(torch.get_num_threads(), n_neurons) + 1).astype(int).tolist()
     return list(pairwise(edges))
 
@@ -277,7 +278,7 @@ _T = TypeVar("_T")
 
 
 def _on_threads(function: Callable[[int, int], _T], shares: Sequence[tuple[int, int]]) -> list[_T]:
-    """The function of every share, one a thread, the first on this one."""
+    """The function's result for every share, each on a thread of its own, the first on the calling one."""
     others = [_threads().submit(function, *share) for share in shares[1:]]
     return [function(*shares[0]), *(other.result() for other in others)]
 
