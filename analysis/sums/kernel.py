@@ -1,9 +1,9 @@
 """The sums of ``analysis.sums.tiled`` fused into one pass over the activations, compiled by numba for a CPU.
 
 Every sum needs a and b of a token once, but one torch expression per sum would read and write them a hundred times. Here
-the whole inner loop is compiled. A tile of at most 256 tokens is transposed so that a neuron's tokens are adjacent; then each
-neuron in turn goes through all its sums while its values of a and b stay in the L1 cache. The loops over a neuron's tokens
-are short and without branches, so that each becomes vector instructions; for this even exp is written out.
+the whole inner loop is compiled. A tile of at most 256 tokens is transposed so that a neuron's tokens are adjacent; then
+each neuron in turn goes through all its sums while its values of a and b stay in the L1 cache. The loops over a neuron's
+tokens are short and without branches, so that each becomes vector instructions; for this even exp is written out.
 
 Products are float32 and summed over at most 256 tokens in float32, in the lanes of a vector; tiles are added in float64, as
 in ``analysis.sums.tiled``, whose float64 results every sum is tested against.
