@@ -259,7 +259,7 @@ def test_taking_in_a_batch_waits_for_nothing(device: str, options: dict[str, Any
     monkeypatch.setattr(tile, "compiled_sums", tile_sums)
     case = case_of("gelu")
     reduce = reducer(case, device=device, **options)
-    monkeypatch.setattr(reduce, "_proved", True)
+    monkeypatch.setattr(reduce, "_verified", True)
     accumulator = Accumulator(12, reduce)
     a, b = (padded(x, LENGTHS).to(device) for x in (case.a, case.b))
     batch = batch_of(LENGTHS, BLOCKS, device=device)
