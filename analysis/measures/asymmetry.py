@@ -102,9 +102,7 @@ def scaling_null_repaired(sums: Sums) -> Float64[Tensor, "alpha column"]:
     number is the same in every gauge.
     """
     before, after = sums["mixed_hh"], sums["mixed_scaling"]
-    gap = (before + after - 2 * sums["mixed_product"]).clamp(
-        min=0
-    )  # a difference of sums may be rounded to a negative number
+    gap = (before + after - 2 * sums["mixed_product"]).clamp(min=0)  # rounding may make the difference negative
     return asymmetry(gap, before, after)
 
 

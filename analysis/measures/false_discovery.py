@@ -1,10 +1,10 @@
 """Which neurons differ from the permutation null, controlling the false discovery rate among thousands of them.
 
-Under the permutation null a neuron's a is combined with the b of another neuron. If a neuron's own pair (a, b) were as random
-as these, its value x and its permuted values x_1 … x_R would be exchangeable. So the distance of x from the mean of the x_r
-is ranked among the distances of every permuted value in the layer from the mean of the R − 1 others of its neuron, after
-both are brought to one scale. These ranks are conformal p-values, for which the Benjamini-Hochberg procedure controls the
-false discovery rate (Bates, Candès, Lei, Romano & Sesia 2023, Ann. Statist. 51, 149).
+Under the permutation null a neuron's a is combined with the b of another neuron. If a neuron's own pair (a, b) were as
+random as these, its value x and its permuted values x_1 … x_R would be exchangeable. So the distance of x from the mean of
+the x_r is ranked among the distances of every permuted value in the layer from the mean of the R − 1 others of its neuron,
+after both are brought to one scale. These ranks are conformal p-values, for which the Benjamini-Hochberg procedure controls
+the false discovery rate (Bates, Candès, Lei, Romano & Sesia 2023, Ann. Statist. 51, 149).
 """
 
 import math

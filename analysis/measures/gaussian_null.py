@@ -10,8 +10,8 @@ x, y with correlation ρ and orthonormal Hermite polynomials η_k
     E[f(x) f′(y)] = Σ_k ρ^k E[f η_k] E[f′ η_k]        (Mehler 1866)
 
 so that only integrals over one variable remain. They are computed by quadrature, without sampling noise and for any g. A
-difference from this null is due to the shape of the distribution beyond its first two moments. (The permutation null makes no
-such assumption and is summed during the forward pass: see ``analysis.measures.asymmetry``.)
+difference from this null is due to the shape of the distribution beyond its first two moments. (The permutation null makes
+no such assumption and is summed during the forward pass: see ``analysis.measures.asymmetry``.)
 
 A unit that couples the neurons of a layer has no such null, because the distribution of one neuron's (a, b) does not
 determine its h. Its nulls are NaN.
@@ -88,7 +88,7 @@ class Parts:
 def gaussian_nulls(
     fit: GaussianFit, unit: Unit, balance: Neurons, alphas: Sequence[float], nodes: int = NODES
 ) -> dict[str, Parts]:
-    """The Gaussian null of ``exchange``, ``exchange_balanced``, and of scaling at every α, called ``scaling_name(alpha)``."""
+    """The Gaussian null of ``exchange``, ``exchange_balanced``, and of scaling at every α, by ``scaling_name(alpha)``."""
     if not unit.is_pointwise:
         nothing = Parts(*[torch.full_like(fit.mean_a, torch.nan)] * 2)
         return dict.fromkeys(("exchange", "exchange_balanced", *map(scaling_name, alphas)), nothing)
@@ -141,7 +141,8 @@ def _bounded_scaling_nulls(fit: GaussianFit, unit: Unit, alphas: Sequence[float]
 def _scaling_nulls(fit: GaussianFit, unit: Unit, alphas: Sequence[float], nodes: int) -> dict[str, Parts]:
     """Scaling where up(b) = b: given a, b² has the mean (m + ρsx)² + s²(1 − ρ²), and one integral over x remains.
 
-    It is computed on an evenly spaced grid, which resolves a gate that is narrow compared with a, as few Hermite nodes do not.
+    It is computed on an evenly spaced grid, which resolves a gate that is narrow compared with a, as few Hermite nodes do
+    not.
     """
     x = torch.linspace(-REACH, REACH, PER_NODE * nodes, dtype=torch.float64)[:, None]
     density = torch.exp(-x.square() / 2)

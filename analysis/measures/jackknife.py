@@ -6,8 +6,8 @@ hold counted tokens, and R_(k) the number computed without block k,
     SE² = (K − 1)/K · Σ_k (R_(k) − R̄)²,   R̄ the mean of the R_(k)
 
 (delete-one jackknife: Efron & Stein 1981, Ann. Statist. 9, 586). To first order it is correct for smooth functions of sums,
-such as ratios; an interval is ± t_{K−1} SE. The error refers to this kind of text: it does not include the variation between
-kinds of text.
+such as ratios; an interval is ± t_{K−1} SE. The error refers to this kind of text: it does not include the variation
+between kinds of text.
 
 Layers have ``N_JACKKNIFE_BLOCKS`` blocks; single neurons have ``N_JACKKNIFE_GROUPS`` groups of blocks.
 """

@@ -1,10 +1,11 @@
 """The variance of a layer's permutation null over permutations.
 
-In the permutation null each neuron's a is combined with the b of another neuron, its partner. To first order a layer's number
-is then Σ_j u(j, π(j)) over the pairs of a random permutation π. Its variance is that of the interaction part of u: what a
-pair adds to a part α_j of the neuron and a part γ_p of the partner, which every permutation contains in full (Hoeffding 1951,
-Ann. Math. Statist. 22, 558). A few permutations suffice to separate that part, because each contains every neuron and
-every partner once. Noise from a small number of tokens counts as interaction too, so the estimate is conservative.
+In the permutation null each neuron's a is combined with the b of another neuron, its partner. To first order a layer's
+number is then Σ_j u(j, π(j)) over the pairs of a random permutation π. Its variance is that of the interaction part of u:
+what a pair adds to a part α_j of the neuron and a part γ_p of the partner, which every permutation contains in full
+(Hoeffding 1951, Ann. Math. Statist. 22, 558). A few permutations suffice to separate that part, because each contains every
+neuron and every partner once. Noise from a small number of tokens counts as interaction too, so the estimate is
+conservative.
 """
 
 import math

@@ -1,8 +1,9 @@
 """The table of sums of a layer: which sums there are, and the row of each; and the range of scales α.
 
 For h = g(a, b) and a changed version h′ of it, the name of a sum stands for Σ h′² and its ``_gap`` for Σ (h − h′)², both
-over counted tokens. In a mixture of experts a token counts for the neurons of an expert if it was routed to it, with the square
-of its routing weight r, because the neuron writes r·h: every Σ here is then Σ r². Only the ``count`` rows count tokens:
+over counted tokens. In a mixture of experts a token counts for the neurons of an expert if it was routed to it, with the
+square of its routing weight r, because the neuron writes r·h: every Σ here is then Σ r². Only the ``count`` rows count
+tokens:
 
     weight                Σ 1
     a b aa bb ab          first and second moments of the pre-activations
