@@ -198,7 +198,7 @@ class TopKUnit(Unit):
 
     @property
     def enough_neurons(self) -> int:  # type: ignore[override]
-        """So many that the largest possible deviation, √(n − 1), is twice the cutoff, and on every second token one passes."""
+        """So many that the largest possible deviation, √(n − 1), is twice the cutoff, and every second token passes it."""
         return max(2 + math.ceil(4 * self.deviations**2), math.ceil(0.5 / (1 - self.sparsity)))
 
     @property

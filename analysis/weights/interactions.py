@@ -30,24 +30,26 @@ ROWS_AT_ONCE = 512
 """Neurons whose products with all others are held in memory at once."""
 
 
-def antisymmetric_share(q: Vectors, k: Vectors, v: Vectors, block: int = ROWS_AT_ONCE) -> float:
-    """Share of ‖T‖² that is antisymmetric in q ↔ k; NaN if T = 0. Needs memory for a few times rows·d_mlp numbers."""
-    return pooled_antisymmetric_share([(q, k, v)], block)
+def antisymmetric_share(q: Vectors, k: Vectors, v: Vectors, rows_at_once: int = ROWS_AT_ONCE) -> float:
+    """Share of ‖T‖² that is antisymmetric in q ↔ k; NaN if T = 0. Needs memory for a few times rows_at_once·d_mlp numbers."""
+    return pooled_antisymmetric_share([(q, k, v)], rows_at_once)
 
 
-def pooled_antisymmetric_share(experts: Iterable[tuple[Vectors, Vectors, Vectors]], block: int = ROWS_AT_ONCE) -> float:
+def pooled_antisymmetric_share(
+    experts: Iterable[tuple[Vectors, Vectors, Vectors]], rows_at_once: int = ROWS_AT_ONCE
+) -> float:
     """Σ over experts of the antisymmetric energy of T_e, over Σ ‖T_e‖²; each expert (q, k, v) has a tensor of its own.
 
     A number of the weights alone: how often tokens are routed to an expert has no influence.
     """
     total = torch.zeros(2, dtype=torch.float64)
     for q, k, v in experts:
-        total += torch.stack(_energies(q, k, v, block)).cpu()
+        total += torch.stack(_energies(q, k, v, rows_at_once)).cpu()
     whole, swapped = total
     return float((whole - swapped) / (2 * whole))
 
 
-def _energies(q: Vectors, k: Vectors, v: Vectors, block: int) -> tuple[Float64[Tensor, ""], Float64[Tensor, ""]]:
+def _energies(q: Vectors, k: Vectors, v: Vectors, rows_at_once: int) -> tuple[Float64[Tensor, ""], Float64[Tensor, ""]]:
     """‖T‖² and ⟨T,Tˢ⟩.
 
     Products are computed in the precision of the weights (at least float32), because their cost is d_mlp²·d_model; sums in
@@ -55,7 +57,7 @@ def _energies(q: Vectors, k: Vectors, v: Vectors, block: int) -> tuple[Float64[T
     """
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     whole, swapped = torch.zeros(2, dtype=torch.float64, device=q.device)
-    for rows, rest in _upper_rows(len(q), block):
+    for rows, rest in _upper_rows(len(q), rows_at_once):
         values = v[rows] @ v[rest].T
         whole += _both_triangles(values * (q[rows] @ q[rest].T) * (k[rows] @ k[rest].T))
         swapped += _both_triangles(values * (q[rows] @ k[rest].T) * (k[rows] @ q[rest].T))
@@ -112,23 +114,23 @@ class Group:
     rank: int
 
 
-def value_groups(q: Vectors, k: Vectors, v: Vectors, tau: float, block: int = ROWS_AT_ONCE) -> list[Group]:
+def value_groups(q: Vectors, k: Vectors, v: Vectors, tau: float, rows_at_once: int = ROWS_AT_ONCE) -> list[Group]:
     """Groups of at least two neurons that are connected by |cos(v_i, v_j)| ≥ τ, the largest first.
 
     Neurons may be connected through others: the cosine of the ends of a long chain may be below τ.
     """
     if not 0 < tau <= 1:
         raise ValueError(f"τ = {tau:g} is out of range: give a cosine in (0, 1]")
-    labels = _components(_near(v.double(), tau, block))
+    labels = _components(_near(v.double(), tau, rows_at_once))
     groups = [(labels == label).nonzero()[:, 0] for label in labels.unique().tolist()]
     found = [Group(tuple(group.tolist()), _joint_rank(q, k, v, group)) for group in groups if len(group) > 1]
     return sorted(found, key=lambda group: (-len(group.neurons), group.neurons))
 
 
-def _near(v: Float64[Tensor, "d_mlp d_model"], tau: float, block: int) -> Bool[Tensor, "d_mlp d_mlp"]:
+def _near(v: Float64[Tensor, "d_mlp d_model"], tau: float, rows_at_once: int) -> Bool[Tensor, "d_mlp d_mlp"]:
     """Whether |cos(v_i, v_j)| ≥ τ, up to rounding; a zero vector is near itself only."""
     unit = torch.nn.functional.normalize(v, dim=1)
-    near = torch.cat([(rows @ unit.T).abs() >= tau - 1e-12 for rows in unit.split(block)])
+    near = torch.cat([(rows @ unit.T).abs() >= tau - 1e-12 for rows in unit.split(rows_at_once)])
     return near | torch.eye(len(v), dtype=torch.bool, device=v.device)
 
 
