@@ -31,7 +31,7 @@ ROWS_AT_ONCE = 512
 
 
 def antisymmetric_share(q: Vectors, k: Vectors, v: Vectors, rows_at_once: int = ROWS_AT_ONCE) -> float:
-    """Share of ‖T‖² that is antisymmetric in q ↔ k; NaN if T = 0. Needs memory for a few times rows_at_once·d_mlp numbers."""
+    """Share of ‖T‖² that is antisymmetric in q ↔ k; NaN if T = 0. Memory: a few times rows_at_once·d_mlp numbers."""
     return pooled_antisymmetric_share([(q, k, v)], rows_at_once)
 
 

@@ -212,7 +212,7 @@ def test_tiles_hold_every_counted_token_once(lengths: tuple[int, ...], tokens: i
     there = [t.places.flatten() if t.live is None else t.places[t.live] for t in tiles]
     assert torch.equal(torch.cat([batch.counted[:0], *there]), batch.counted)
     assert [len(places) for places in there] == [t.n_tokens for t in tiles]
-    assert [t.block for t in tiles for _ in range(t.n_tokens)] == batch.blocks.tolist()
+    assert [t.jackknife_block for t in tiles for _ in range(t.n_tokens)] == batch.blocks.tolist()
     if are_padded:
         assert all(t.places.shape[0] >= 2 and t.places.shape[1] == TILE for t in tiles)
 
