@@ -1,7 +1,7 @@
-"""One thing that was checked, and the verdict on it.
+"""The result of one check: the value found, its limit, and whether it passed.
 
-A check with a number passes if the number stays at or below its limit, or rises above it; NaN fails either way. A check in
-words (how the model was read, which versions ran) carries the verdict of whoever made it.
+A check with a number passes if the number is at most its limit, or for other checks if it is more than its limit; NaN fails
+either way. A check in words (how the model was read, which versions ran) states whether it passed.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 Sense = Literal["at most", "more than", "stated"]
 _MUST: dict[str, Sense] = {"hold": "at most", "fail": "more than"}
-"""What a control must do, as ``run.json`` says it."""
+"""What a control must do, in the words of ``run.json``."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Check:
     """What was checked, the value found, and its limit.
 
     Attributes:
-        what: one line that names it.
-        value: what was found: a number, or words.
-        limit: what it is judged by, likewise.
-        sense: on which side of the limit a number must be; ``stated`` for words.
-        holds: the verdict on words; a number is judged by its limit.
-        layer: the layer it belongs to; None if it is about the whole run.
+        what: its name, one line.
+        value: the value found, a number or words.
+        limit: what the value is compared with, a number or words.
+        sense: on which side of the limit the number must be; ``stated`` for words.
+        holds: whether a check in words passed; a number is compared with its limit.
+        layer: the layer that it is about; None for the whole run.
     """
 
     what: str
@@ -41,7 +41,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """The verdict."""
+        """Whether the check passed."""
         if isinstance(self.value, str) or isinstance(self.limit, str):
             return self.holds
         return self.value > self.limit if self.sense == "more than" else self.value <= self.limit
@@ -58,7 +58,7 @@ class Check:
         return f"{self.what}: {self.value_in_words}, limit {self.limit_in_words}"
 
     def worse(self, other: "Check") -> "Check":
-        """Of two outcomes of one check the worse one; of two statements both."""
+        """The worse of two results of one check; for checks in words, both values."""
         if isinstance(self.value, str) or isinstance(other.value, str):
             values = "; ".join(dict.fromkeys((str(self.value), str(other.value))))
             return replace(self, value=values, holds=self.passed and other.passed)
@@ -95,5 +95,5 @@ class Check:
 
 
 def worst(checks: Iterable[Check]) -> Check:
-    """The worst of several outcomes of one check."""
+    """The worst of several results of one check."""
     return reduce(Check.worse, checks)

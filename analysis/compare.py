@@ -1,13 +1,17 @@
 """Two runs of one architecture, layer by layer: the difference of every measure, with its error.
 
-Where both runs counted the same windows in the same blocks, a block is left out of both at once, so that what the text does
-to both alike cancels:
+Where both runs counted the same windows in the same jackknife blocks, a block is left out of both at once, so that the
+influence of the text on both cancels:
 
     SE² = (K − 1)/K · Σ_k (D_(k) − D̄)²,   D_(k) the difference without block k
 
 Otherwise the runs are independent, SE² = SE₁² + SE₂², and the degrees of freedom are those of the run with fewer blocks,
-which is never too few (Welch's lie between the smaller number and the sum). What the error does not know: that a model
-could have been trained again and come out another.
+which is conservative (Welch's lie between the smaller number and the sum). The error does not include the variation between
+training runs.
+
+The third null, the same architecture with fresh random weights on the same tokens, is such a comparison: a run of its own.
+Its neurons have no counterparts among the trained ones, so each trained neuron is compared with the pooled number of the
+random layer.
 """
 
 from dataclasses import dataclass
@@ -21,10 +25,13 @@ from analysis.measures.asymmetry import LAYER_MEASURES
 from analysis.measures.jackknife import (
     bilinear_share_replicates,
     gate_positive_replicates,
+    group_pooled_replicates,
     jackknife,
+    measure_replicates,
     pooled_replicates,
     t95,
 )
+from analysis.measures.layer_sums import GAUSSIAN_NULLS
 from analysis.run import Layer, Run
 from analysis.weights.experts import same_experts
 
@@ -34,7 +41,7 @@ COMPARED = (*LAYER_MEASURES, "bilinear_share", "gate_positive")
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its standard error, and the number of blocks that the error rests on."""
+    """A number with its standard error, and the number of jackknife blocks that the error is based on."""
 
     value: float
     error: float
@@ -59,7 +66,7 @@ def difference(name: str, first: Layer, second: Layer, paired: bool) -> Estimate
         name: the measure.
         first: a layer of the reference.
         second: the same layer of another run.
-        paired: whether both saw the same tokens in the same blocks: see ``same_windows``.
+        paired: whether both counted the same tokens in the same jackknife blocks: see ``same_windows``.
     """
     before, after = _replicates(name, first), _replicates(name, second)
     error = jackknife(after - before) if paired else torch.hypot(jackknife(before), jackknife(after))
@@ -67,7 +74,7 @@ def difference(name: str, first: Layer, second: Layer, paired: bool) -> Estimate
 
 
 def same_windows(first: Run, second: Run) -> bool:
-    """Whether both runs counted the same tokens of the same windows in the same blocks."""
+    """Whether both runs counted the same tokens of the same windows in the same jackknife blocks."""
     common = [index for index in first.layers if index in second.layers]
     return torch.equal(first.windows.sort().values, second.windows.sort().values) and all(
         torch.equal(first.layers[index].moments.blocks, second.layers[index].moments.blocks) for index in common
@@ -75,7 +82,7 @@ def same_windows(first: Run, second: Run) -> bool:
 
 
 def same_shape(first: Run, second: Run) -> bool:
-    """Whether layers correspond: as many of them, as wide a model, and the same unit, width and experts in each."""
+    """Whether layers correspond: equal depth and d_model, and in each common layer the same unit, width and experts."""
     if any(first.model[key] != second.model[key] for key in ("n_layers", "d_model")):
         return False
     common = [(first.layers[index], second.layers[index]) for index in first.layers if index in second.layers]
@@ -87,8 +94,33 @@ def same_shape(first: Run, second: Run) -> bool:
     )
 
 
+def layer_excess(trained: Layer, random: Layer) -> dict[str, float]:
+    """``…_null_random``, ``…_excess_random`` and its standard error, for each measure that has nulls."""
+    row = {}
+    for name in GAUSSIAN_NULLS:
+        excess = difference(name, random, trained, paired=True)
+        row[f"{name}_null_random"] = value_of(name, random)
+        row[f"{name}_excess_random"] = excess.value
+        row[f"{name}_excess_random_se"] = excess.error
+    return row
+
+
+def neuron_excess(trained: Layer, random: Layer) -> dict[str, Tensor]:
+    """The same for every neuron, [d_mlp] each, against the pooled number of the random layer."""
+    columns = {}
+    for name in GAUSSIAN_NULLS:
+        measure, null = LAYER_MEASURES[name], value_of(name, random)
+        own = measure(trained.moments.neuron)
+        replicates = measure_replicates(measure, trained.moments)
+        of_null = group_pooled_replicates(measure, random.geometry.value_weight, random.moments)
+        columns[f"{name}_null_random"] = torch.full_like(own, null)
+        columns[f"{name}_excess_random"] = own - null
+        columns[f"{name}_excess_random_se"] = jackknife(replicates - of_null)
+    return columns
+
+
 def value_of(name: str, layer: Layer) -> float:
-    """The number itself."""
+    """One of ``COMPARED`` of a layer, without its error."""
     sums, weight = layer.moments.neuron, layer.geometry.value_weight
     if name == "bilinear_share":
         return measures.layer_bilinear_share(sums, weight)
@@ -98,7 +130,7 @@ def value_of(name: str, layer: Layer) -> float:
 
 
 def _replicates(name: str, layer: Layer) -> Float64[Tensor, " block"]:
-    """The number without each block, or without each group of blocks where it needs the neurons one by one."""
+    """The number without each jackknife block, or without each group of blocks where it needs every neuron's sums."""
     if name == "bilinear_share":
         return bilinear_share_replicates(layer.geometry.value_weight, layer.moments)
     if name == "gate_positive":

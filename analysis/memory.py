@@ -1,4 +1,4 @@
-"""The machine's memory: whether it has room for what is about to be made, and how it is handed back."""
+"""Main memory: whether an allocation fits into it, and keeping freed memory in the process."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from analysis.errors import UserError
 
 
 def machine_memory() -> int:
-    """Bytes of main memory that the machine has."""
+    """Main memory of the machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -22,22 +22,22 @@ def bytes_needed(n_numbers: int, dtype: torch.dtype) -> int:
 
 
 def require_memory(n_numbers: int, dtype: torch.dtype, what: str) -> None:
-    """Raise UserError, naming the need and what there is, if the numbers do not fit into this machine's memory."""
-    needed, there = bytes_needed(n_numbers, dtype), machine_memory()
-    if needed > there:
+    """Raise UserError with the memory needed and available, if the numbers do not fit into main memory."""
+    needed, available = bytes_needed(n_numbers, dtype), machine_memory()
+    if needed > available:
         raise UserError(
             f"{what} needs {needed / 1e9:,.1f} GB for {n_numbers:,} numbers in {str(dtype).removeprefix('torch.')}, this "
-            f"machine has {there / 1e9:,.1f} GB: choose a lower rank or a smaller size"
+            f"machine has {available / 1e9:,.1f} GB: choose a lower rank or a smaller size"
         )
 
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Within the block, glibc keeps what is freed for what is asked for next, and gives it back at the end.
+    """Within this context glibc keeps freed memory for later allocations, and returns it to the system at the end.
 
-    Every layer's activations are as large as those of the layer before. By default they go back to the kernel in between
-    and return page by page, each cleared, which is a tenth to a quarter of a forward pass on a CPU. Where the C library is
-    another one, nothing happens.
+    The activations of every layer have the same size. By default glibc returns their memory to the kernel and gets it back
+    page by page, each cleared, which takes a tenth to a quarter of a forward pass on a CPU. With another C library this has
+    no effect.
     """
     if sys.platform != "linux":
         yield
@@ -51,7 +51,7 @@ def freed_memory_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        library.mallopt(_MMAP_THRESHOLD, 2**25)  # the most that glibc would have come to by itself
+        library.mallopt(_MMAP_THRESHOLD, 2**25)  # the largest value that glibc sets by itself
         library.mallopt(_TRIM_THRESHOLD, 2**26)
         library.malloc_trim(0)
 

@@ -1,14 +1,14 @@
-"""One neuron, looked at closely: a sample of its (a, b), its strongest contexts, what its vectors read and write.
+"""One neuron in detail: a sample of its (a, b), the contexts with the largest |h|, and what its vectors read and write.
 
-What a pass over the text leaves is a ``Seen``: immutable, and a monoid under ``+``, so that any grouping of the windows, in
-any order, gives the same. No activations are kept:
+A pass over the text results in a ``NeuronSample``: immutable, and a monoid under ``+``, so that the result does not depend
+on the grouping or order of the windows. Of the activations only these are kept:
 
-    sample       the (a, b) of at most ``SAMPLED`` counted tokens, those whose place has the smallest hash: where a token is
-                 decides, not when it was read
-    strongest    for every sign pair of (a, b), the k counted tokens of largest |h|, with a and b of the tokens around
+    pairs        (a, b) of at most ``SAMPLED`` counted tokens, those with the smallest hash of their place, so that the
+                 choice does not depend on the order in which tokens are read
+    strongest    for each sign pair of (a, b), the k counted tokens of largest |h|, with a and b of the tokens around
 
-A ``NeuronRecord`` is that in words and numbers, beside the moments of the neuron's whole layer. Its numbers are exact sums
-over all counted tokens; the sample is for looking at only.
+A ``NeuronRecord`` holds these with texts and provenance, beside the moments of the neuron's whole layer. Its numbers come
+from sums over all counted tokens; the sampled pairs are only plotted.
 """
 
 from dataclasses import dataclass, field
@@ -28,49 +28,49 @@ from analysis.weights.experts import neuron_name
 from analysis.weights.readouts import Readout, Similar
 
 SAMPLED = 1000
-"""Tokens in the sample: a picture of them is dense enough to see a shape and small enough to be sent."""
+"""Sampled tokens: enough to show the shape of the distribution in a plot, few enough for a small page."""
 BEFORE, AFTER = 20, 8
-"""Tokens of a context before and after the one it is about."""
+"""Tokens of a context before and after the token it is shown for."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The counted tokens with the smallest keys, at most ``SAMPLED``, in the order of their keys.
+class SampledPairs:
+    """(a, b) of the counted tokens with the smallest keys, at most ``SAMPLED``, in the order of their keys.
 
     Attributes:
-        keys: a number made from the token's window and position; different places have different keys.
-        values: a and b there.
+        keys: a hash of each token's window and position; different places have different keys.
+        values: a and b.
     """
 
     keys: Int64[Tensor, " token"]
     values: Float64[Tensor, "2 token"]
 
     @classmethod
-    def empty(cls) -> "Sample":
+    def empty(cls) -> "SampledPairs":
         return cls(torch.zeros(0, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.float64))
 
     @classmethod
-    def of(cls, values: Float64[Tensor, "2 token"], places: Int64[Tensor, "2 token"]) -> "Sample":
-        """Of the counted tokens of a window, given their a and b and their window and position."""
+    def of(cls, values: Float64[Tensor, "2 token"], places: Int64[Tensor, "2 token"]) -> "SampledPairs":
+        """From the counted tokens of a window, given their a and b, and their window and position."""
         return cls(_key(places), values)._cut()
 
-    def __add__(self, other: "Sample") -> "Sample":
-        return Sample(torch.cat([self.keys, other.keys]), torch.cat([self.values, other.values], dim=1))._cut()
+    def __add__(self, other: "SampledPairs") -> "SampledPairs":
+        return SampledPairs(torch.cat([self.keys, other.keys]), torch.cat([self.values, other.values], dim=1))._cut()
 
-    def _cut(self) -> "Sample":
+    def _cut(self) -> "SampledPairs":
         kept = self.keys.argsort()[:SAMPLED]
-        return Sample(self.keys[kept], self.values[:, kept])
+        return SampledPairs(self.keys[kept], self.values[:, kept])
 
 
 @dataclass(frozen=True)
 class Strongest:
-    """The counted tokens of largest |h| among those of one sign pair, largest first, at most ``size``.
+    """The counted tokens of largest |h| within one sign pair of (a, b), largest first, at most ``size``.
 
     Attributes:
-        size: how many are kept.
-        h: the unit there.
-        places: window and position.
-        around: a and b from ``BEFORE`` tokens before it to ``AFTER`` tokens after it; NaN beyond the window.
+        size: the number of tokens kept.
+        h: their h.
+        places: their window and position.
+        around: a and b from ``BEFORE`` tokens before each to ``AFTER`` tokens after it; NaN outside the window.
     """
 
     size: int
@@ -91,7 +91,7 @@ class Strongest:
         places: Int64[Tensor, "2 chosen"],
         whole: Float64[Tensor, "2 pos"],
     ) -> "Strongest":
-        """Of some tokens of one window, given a and b on the whole of it; a token with h = 0 is in no list."""
+        """From some tokens of one window, given a and b at all of its positions; tokens with h = 0 are left out."""
         active = h != 0
         kept = largest_first(h[active].abs(), places[:, active])[:size]
         h, places = h[active][kept], places[:, active][:, kept]
@@ -100,7 +100,7 @@ class Strongest:
         return cls(size, h, places, padded[:, near])
 
     def __add__(self, other: "Strongest") -> "Strongest":
-        """The largest of both; of equal ones the earlier."""
+        """The largest of both; of equal ones the earlier in reading order."""
         h, places = torch.cat([self.h, other.h]), torch.cat([self.places, other.places], dim=1)
         kept = largest_first(h.abs(), places)[: self.size]
         around = torch.cat([self.around, other.around], dim=2)
@@ -108,21 +108,29 @@ class Strongest:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What a pass over some windows leaves of one neuron; ``strongest`` is in the order of ``QUADRANTS``."""
+class NeuronSample:
+    """What is kept of one neuron's activations in some windows.
 
-    sample: Sample
+    Attributes:
+        pairs: a random sample of (a, b).
+        strongest: the counted tokens of largest |h| in each sign pair, in the order of ``QUADRANTS``.
+        n_tokens: number of counted tokens.
+    """
+
+    pairs: SampledPairs
     strongest: tuple[Strongest, Strongest, Strongest, Strongest]
     n_tokens: int
 
     @classmethod
-    def empty(cls, size: int) -> "Seen":
+    def empty(cls, size: int) -> "NeuronSample":
         nothing = Strongest.empty(size)
-        return cls(Sample.empty(), (nothing, nothing, nothing, nothing), 0)
+        return cls(SampledPairs.empty(), (nothing, nothing, nothing, nothing), 0)
 
     @classmethod
-    def of(cls, a: Float[Tensor, " pos"], b: Float[Tensor, " pos"], unit: Unit, window: Window, size: int) -> "Seen":
-        """Of one window: a and b at all of its positions, NaN at tokens that do not reach the neuron.
+    def of(
+        cls, a: Float[Tensor, " pos"], b: Float[Tensor, " pos"], unit: Unit, window: Window, size: int
+    ) -> "NeuronSample":
+        """From one window: a and b at all of its positions, NaN for tokens that were not routed to the neuron's expert.
 
         ``size`` contexts are kept for each sign pair.
         """
@@ -136,22 +144,22 @@ class Seen:
             Strongest.of(size, h[mask], places[:, mask], whole)
             for mask in (gate & up, gate & ~up, ~gate & up, ~(gate | up))
         )
-        return cls(Sample.of(values, places), (pp, pn, np, nn), len(position))
+        return cls(SampledPairs.of(values, places), (pp, pn, np, nn), len(position))
 
-    def __add__(self, other: "Seen") -> "Seen":
+    def __add__(self, other: "NeuronSample") -> "NeuronSample":
         pp, pn, np, nn = (mine + theirs for mine, theirs in zip(self.strongest, other.strongest, strict=True))
-        return Seen(self.sample + other.sample, (pp, pn, np, nn), self.n_tokens + other.n_tokens)
+        return NeuronSample(self.pairs + other.pairs, (pp, pn, np, nn), self.n_tokens + other.n_tokens)
 
 
 @dataclass(frozen=True)
 class Context:
-    """A stretch of text around a token on which the neuron was strong.
+    """The text around a token on which the neuron's |h| was large.
 
     Attributes:
-        window, position: where that token is in the corpus.
-        texts: the tokens of the stretch.
-        focus: which of them it is about.
-        a, b, h: on every one of them.
+        window, position: place of that token in the corpus.
+        texts: the tokens of the context.
+        focus: index of that token among them.
+        a, b, h: on each of them.
     """
 
     window: int
@@ -165,24 +173,24 @@ class Context:
 
 @dataclass(frozen=True)
 class NeuronRecord:
-    """Everything that is known about one neuron.
+    """Everything reported about one neuron.
 
     Attributes:
-        layer, neuron: which; the neuron by its column in the layer, over all experts.
-        measured: moments and geometry of its whole layer.
+        layer, neuron: its layer, and its index in the layer, counted over all experts.
+        measured: moments and geometry of the whole layer.
         sample: a and b of a sample of the counted tokens.
-        contexts: the strongest of each sign pair, by the names in ``QUADRANTS``, strongest first.
-        n_tokens: counted tokens that sample and contexts were chosen from.
-        readouts: what the vectors say in the vocabulary: ``v`` through the unembedding, ``q`` and ``k`` through the
-            embedding; empty where the model's embeddings are not of the residual stream's width.
-        output_gain: in words, which final norm's gain was folded into the read-out of v.
-        similar: neurons with a like value (``v``) and a like query and key (``qk``), nearest first.
-        peak_text: the token on which |h| was largest among all that were fed.
-        model, settings, corpus: as in a ``Run``: what was read and how.
-        run: the directory of the run that the layer's numbers come from; None if they were measured on this very text.
+        contexts: those of largest |h| in each sign pair, by the names in ``QUADRANTS``, largest first.
+        n_tokens: number of counted tokens from which sample and contexts were chosen.
+        readouts: the vectors projected onto the vocabulary: ``v`` through the unembedding, ``q`` and ``k`` through the
+            embedding; empty if the model's embeddings do not have the width of the residual stream.
+        output_gain: in words, the gain of the final norm that was folded into the projection of v.
+        similar: neurons with a similar value (``v``), and with similar query and key (``qk``), most similar first.
+        peak_text: the token with the largest |h| among all tokens fed to the model.
+        model, settings, corpus: provenance, as in a ``Run``.
+        run: the directory of the run that the layer's numbers come from; None if they were measured on this text.
         same_text: whether that run counted the same windows.
         record: machine and versions.
-        expert, index: which expert it belongs to and its number there, None in a dense layer; −1 is a shared expert.
+        expert, index: its expert and its index within it, None in a dense layer; expert −1 is the shared one.
     """
 
     layer: int
@@ -212,7 +220,7 @@ class NeuronRecord:
 
 
 def contexts_of(strongest: Strongest, unit: Unit, windows: dict[int, tuple[str, ...]]) -> tuple[Context, ...]:
-    """The strongest tokens with the text around them; ``windows`` holds the texts of every window named."""
+    """The strongest tokens with the text around them; ``windows`` has the token texts of each of their windows."""
     found = []
     for place, (window, position) in enumerate(strongest.places.T.tolist()):
         first = max(0, position - BEFORE)
@@ -223,12 +231,12 @@ def contexts_of(strongest: Strongest, unit: Unit, windows: dict[int, tuple[str, 
     return tuple(found)
 
 
-def by_quadrant(seen: Seen, unit: Unit, windows: dict[int, tuple[str, ...]]) -> dict[str, tuple[Context, ...]]:
+def by_quadrant(sample: NeuronSample, unit: Unit, windows: dict[int, tuple[str, ...]]) -> dict[str, tuple[Context, ...]]:
     """The contexts of every sign pair."""
-    pairs = zip(QUADRANTS, seen.strongest, strict=True)
+    pairs = zip(QUADRANTS, sample.strongest, strict=True)
     return {quadrant: contexts_of(strongest, unit, windows) for quadrant, strongest in pairs}
 
 
 def _key(places: Int64[Tensor, "2 token"]) -> Int64[Tensor, " token"]:
-    """Different for every place, and in no order that a text could have."""
+    """A hash of each place, different for different places."""
     return mixed(reading_order(places) + 1)

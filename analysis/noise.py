@@ -1,7 +1,7 @@
-"""Random numbers that depend only on what they are for, never on the order or the batch in which they are asked for.
+"""Random numbers that depend only on their place, not on the order or the batch in which they are generated.
 
 Every number is a hash of (seed, layer, window, position, neuron), so a run that is resumed, split or batched differently
-meets the same placebo. The hash is the finalizer of SplitMix64 (Steele, Lea & Flood 2014, OOPSLA, "Fast splittable
+uses the same placebos. The hash is the finalizer of SplitMix64 (Steele, Lea & Flood 2014, OOPSLA, "Fast splittable
 pseudorandom number generators"); two 24-bit halves of it make a normal number by Box & Muller.
 """
 
@@ -31,7 +31,7 @@ def directions(seed: int, layer: int, window: int, n_positions: int, d_mlp: int)
 
 
 def mixed(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:
-    """The finalizer of SplitMix64: one to one, and without any order that its argument could have."""
+    """The finalizer of SplitMix64: a bijection of 64-bit words whose result shows no pattern of its argument."""
     x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
     x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
     return x ^ _shifted(x, 31)

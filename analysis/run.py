@@ -1,11 +1,11 @@
-"""A Run: what was found in one model on one corpus, with its provenance.
+"""A Run: the results for one model on one corpus, with their provenance.
 
-A run is the moments and the geometry of every analysed layer, and the record of how they came about. It needs neither the
-model nor TransformerLens: tables, figures and reports are made from it, here or on another machine, now or later.
+A run consists of the moments and the geometry of every analysed layer, and a record of how they were obtained. It needs
+neither the model nor TransformerLens: tables, figures and reports are made from it, on any machine.
 
     run.save(directory)            writes moments.safetensors and run.json
-    Run.load(directory)            gives it back, bit for bit
-    Run.merge([run, other])        adds shards; refuses runs that are not of the same thing, and the same tokens twice
+    Run.load(directory)            reads it back, bit for bit
+    Run.merge([run, other])        adds shards; refuses runs of different models or settings, and tokens counted twice
 """
 
 import json
@@ -38,7 +38,7 @@ from analysis.weights.geometry import Geometry
 
 MOMENTS_FILE = "moments.safetensors"
 MOST_LISTED = 8
-"""Experts of a layer that a sentence names one by one."""
+"""Experts of a layer that a message lists by name."""
 Record = dict[str, Any]
 
 
@@ -48,11 +48,11 @@ class Layer:
 
     Attributes:
         unit: g.
-        moments: what was seen of its neurons.
-        geometry: their weights, with the norm gain folded as ``gain`` says.
-        gain: in words, which norm's gain was folded into q and k.
-        interaction_antisymmetry: share of the interaction tensor's energy that is antisymmetric in q ↔ k, gain folded.
-        partners: for each random pairing, the neuron whose b met each neuron's a, of the same expert where there are some.
+        moments: the sums over its counted tokens.
+        geometry: norms and cosines of its weights, with the norm gain folded in as described by ``gain``.
+        gain: in words, the norm gain that was folded into q and k.
+        interaction_antisymmetry: antisymmetric share of the interaction tensor's energy, norm gain folded in.
+        partners: for each permutation, the neuron (of the same expert) whose b was combined with each neuron's a.
         experts: the expert of each neuron in a mixture of experts (``analysis.weights.experts``); None in a dense layer.
     """
 
@@ -66,7 +66,7 @@ class Layer:
 
     @cached_property
     def estimates(self) -> Estimates:
-        """Its numbers; kept, because nulls and errors are dear."""
+        """Its numbers; cached, because nulls and errors are expensive."""
         return Estimates(self.unit, self.moments, self.geometry, self.partners, self.experts)
 
 
@@ -76,14 +76,14 @@ class Run:
 
     Attributes:
         layers: the analysed layers by index, ascending.
-        model: what was read: name, revision or hash, weights' format, activation, dtype, sizes.
-        settings: how it was read: context, skipped positions, BOS, scales, seed. Runs merge only if these are equal.
-        corpus: the parts of text that were counted, one record each.
-        windows: a number for every window that was counted, by which runs know that they counted the same.
-        acceptance: what was checked, and how the model was read.
+        model: name, revision or hash, format of the weights, activation, dtype, sizes.
+        settings: context length, skipped positions, BOS, scales, seed. Runs merge only if these are equal.
+        corpus: the parts of the text that were counted, one record each.
+        windows: an identifier of every counted window, by which runs are compared.
+        acceptance: the acceptance checks, and how the model was read.
         controls: every control of every layer.
-        token_texts: the text of every token id that tables of places name.
-        skipped: layers that were asked for and not analysed, with the reason.
+        token_texts: the text of every token id that occurs in the tables.
+        skipped: layers that were requested but not analysed, with the reason.
         record: versions, device, wall time; informative only.
     """
 
@@ -100,11 +100,11 @@ class Run:
 
     @property
     def passed(self) -> bool:
-        """Whether every check and every control came out as it must."""
+        """Whether every check and every control passed."""
         return all(check.passed for check in (*self.acceptance, *self.controls))
 
     def massive_activation_tokens(self) -> dict[int, list[Record]]:
-        """For every layer whose numbers depend on a handful of tokens: those tokens, heaviest first."""
+        """For every layer whose numbers depend on a handful of tokens: these tokens, largest energy first."""
         return {
             index: [place | {"text": self.token_texts[int(place["token"])]} for place in layer.estimates.top_tokens()]
             for index, layer in self.layers.items()
@@ -112,11 +112,11 @@ class Run:
         }
 
     def missing(self) -> dict[str, str]:
-        """For every kind of number that has no value somewhere in the tables: why."""
+        """The reason for every kind of number that is missing somewhere in the tables."""
         return dict(_reasons(self))
 
     def save(self, directory: str | Path, force: bool = False) -> None:
-        """Write the run; UserError if the directory holds something else and ``force`` is not set."""
+        """Write the run; UserError if the directory has other content and ``force`` is not set."""
         with staged(Path(directory), force) as folder:
             self.write(folder)
 
@@ -144,7 +144,7 @@ class Run:
 
     @classmethod
     def load(cls, directory: str | Path) -> "Run":
-        """Read a saved run; UserError if it is not one, is damaged, or comes from a newer version."""
+        """Read a saved run; UserError if it is not a run, is damaged, or is of another schema."""
         folder = Path(directory)
         try:
             document = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
@@ -179,7 +179,7 @@ class Run:
 
     @classmethod
     def merge(cls, runs: Sequence["Run"]) -> "Run":
-        """The run that would have come from all their tokens together; UserError unless they are of the same thing."""
+        """The run over the tokens of all runs; UserError unless they are of the same model with the same settings."""
         if len(runs) < 2:
             raise UserError(f"{len(runs)} run given: merge needs at least two")
         return reduce(_add, runs)
@@ -200,7 +200,7 @@ def _add(first: Run, second: Run) -> Run:
             raise UserError(f"runs differ in {what} ({mine} and {other}): they do not merge")
     for index, layer in first.layers.items():
         if not same_experts(layer.experts, second.layers[index].experts):
-            raise UserError(f"layer {index} is parted into other experts in the second run: they do not merge")
+            raise UserError(f"layer {index} has other experts in the second run: they do not merge")
         for name, values in layer.geometry.tensors().items():
             if not torch.allclose(values, second.layers[index].geometry.tensors()[name], rtol=1e-9, atol=1e-12):
                 raise UserError(f"layer {index} has other weights in the second run ({name} differs): they do not merge")
@@ -233,36 +233,36 @@ def _reasons(run: Run) -> Iterator[tuple[str, str]]:
         yield "*_se", "a standard error needs counted tokens in at least two jackknife blocks: give more text"
     for column, alpha in MAIN_SCALES.items():
         if alpha not in run.settings["alphas"]:
-            yield column, f"scale {alpha:g} was not among --alphas"
+            yield column, f"scale {alpha:g} is not among --alphas"
     if run.settings["draws"] < FEWEST_DRAWS:
-        yield "*_excess_repaired_se", f"the chance of pairing needs at least {FEWEST_DRAWS} re-pairings: raise --draws"
+        yield "*_excess_repaired_se", f"the variance over permutations needs at least {FEWEST_DRAWS} of them: raise --draws"
     if run.settings["draws"] < 2:
-        yield "*_repaired_p", "ranking a neuron among its re-pairings needs at least two of them: raise --draws"
+        yield "*_repaired_p", "ranking a neuron among its permuted values needs at least two permutations: raise --draws"
     coupled = sorted({layer.unit.name for layer in layers if not layer.unit.is_pointwise})
     if coupled:
         yield (
             "*_null_gaussian",
-            f"{', '.join(coupled)}: a neuron's gate hangs on its whole layer, not on its own (a, b) alone",
+            f"{', '.join(coupled)}: a neuron's gate depends on its whole layer, not on its own (a, b) alone",
         )
     idle = {i: layer.estimates.idle_experts for i, layer in run.layers.items()}
     if any(idle.values()):
-        named = "; ".join(f"{_listed(experts)} in layer {i}" for i, experts in idle.items() if experts)
-        yield "experts without tokens", f"no counted token was routed to them, their neurons have no numbers: {named}"
+        listed = "; ".join(f"{_listed(experts)} in layer {i}" for i, experts in idle.items() if experts)
+        yield "experts without tokens", f"no counted token was routed to them, so their neurons have no values: {listed}"
     sums = {i: layer.moments.neuron for i, layer in run.layers.items()}
     dead = {i: int(((of["hh"] == 0) & (tokens_seen(of) > 0)).sum()) for i, of in sums.items()}
     if any(dead.values()):
         silent = ", ".join(f"{count} in layer {index}" for index, count in dead.items() if count)
-        yield "neurons without energy", f"h was 0 on every counted token, ratios are undefined: {silent}"
+        yield "neurons without energy", f"h was 0 on every counted token, so ratios are undefined: {silent}"
 
 
 def _listed(experts: Sequence[int]) -> str:
-    """The first few, and how many more there are."""
+    """The first few, and the number of others."""
     more = f" and {len(experts) - MOST_LISTED} more" if len(experts) > MOST_LISTED else ""
     return ", ".join(map(expert_name, experts[:MOST_LISTED])) + more
 
 
 def _check_document(document: Record) -> None:
-    """Raise KeyError or ValueError where ``run.json`` lacks what tables and merging rely on."""
+    """Raise KeyError or ValueError if ``run.json`` lacks something that tables and merging need."""
     if not document["layers"] or not document["corpus"]:
         raise ValueError("it has no layers or no corpus")
     for part in document["corpus"]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from analysis.errors import UserError
-from analysis.neuron import NeuronRecord, Seen, by_quadrant
+from analysis.neuron import NeuronRecord, NeuronSample, by_quadrant
 from analysis.run import Layer, Run
 from analysis.sums.batch import Batch
 from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
@@ -106,7 +106,7 @@ def inspect_neuron(
         expert=site.expert,
         index=index,
         measured=measured,
-        sample=close.seen.sample.values,
+        sample=close.seen.pairs.values,
         contexts=by_quadrant(close.seen, site.unit, _texts(model, corpus, close.seen)),
         n_tokens=close.seen.n_tokens,
         readouts=readouts,
@@ -127,7 +127,7 @@ class NeuronAccumulator(ActivationAccumulator):
 
     def __init__(self, layer: Site | Mixture, site: Site, neuron: int, size: int) -> None:
         super().__init__(layer)
-        self.seen = Seen.empty(size)
+        self.seen = NeuronSample.empty(size)
         self._site, self._neuron, self._size = site, neuron, size
         self._finite = True
 
@@ -154,7 +154,7 @@ class NeuronAccumulator(ActivationAccumulator):
             length = len(window.tokens)
             mine_a, mine_b, mine = a[row, :length], b[row, :length], there[row, :length]
             self._finite &= bool(mine_a[mine].isfinite().all() and mine_b[mine].isfinite().all())
-            self.seen += Seen.of(mine_a, mine_b, self._site.unit, window, self._size)
+            self.seen += NeuronSample.of(mine_a, mine_b, self._site.unit, window, self._size)
 
 
 class ExpertNeuronAccumulator(NeuronAccumulator):
@@ -272,7 +272,7 @@ def _own_then_others(found: list[Similar], layer: int, count: int) -> tuple[Simi
     return (*own, *others)
 
 
-def _texts(model: LoadedModel, corpus: Corpus, seen: Seen) -> dict[int, tuple[str, ...]]:
+def _texts(model: LoadedModel, corpus: Corpus, seen: NeuronSample) -> dict[int, tuple[str, ...]]:
     """The texts of all tokens of the windows that hold a context."""
     named = {window for strongest in seen.strongest for window in strongest.places[0].tolist()}
     windows = (window for window in corpus.windows if window.index in named)

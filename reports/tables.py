@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from analysis.compare import layer_excess, neuron_excess
 from analysis.measures import asymmetry as measures
-from analysis.random_init import layer_excess, neuron_excess
 from analysis.run import Run
 from analysis.weights.experts import index_within
 

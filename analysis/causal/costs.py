@@ -1,14 +1,14 @@
-"""What edits cost the model: results of the exact sweep and of the first-order attribution, kept as sums by sequence.
+"""What edits cost the model: results of the exact sweep and of the first-order attribution, as sums by sequence.
 
-Costs are in nats per scored token: a token that is counted and followed by one that can be predicted. Tokens of a sequence
-depend on each other, so errors come from the spread over sequences: for a ratio R = Σ x_s / Σ n_s over S sequences
+Costs are in nats per scored token; a token is scored if it is counted and followed by another token. Tokens of a sequence
+depend on each other, so errors come from the variation between sequences: for a ratio R = Σ x_s / Σ n_s over S sequences
 
     SE² = S/(S − 1) · Σ (x_s − R n_s)² / (Σ n_s)²
 
 (linearized ratio estimator: Cochran 1977, Sampling Techniques, §2.11 without the finite population). An ``Attribution`` is
-the sum Σ_t ∂CE/∂h_j·(h′_j − h_j): to first order, what ΔCE would be if neuron j alone were edited.
+the sum Σ_t ∂CE/∂h_j·(h′_j − h_j): to first order, ΔCE if neuron j alone were edited.
 
-What they do not show: costs on other kinds of text, and costs after the model was trained with the edit in place.
+What they do not show: costs on other kinds of text, and costs after further training with the edit in place.
 """
 
 import json
@@ -37,9 +37,9 @@ VERSIONS = ("edit", "placebo")
 POSITIONS = ("counted", "all")
 QUANTITIES = ("kl", "dce")
 CONTROL_LIMIT = {"float64": 1e-6, "float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2}
-"""Nats per token that an edit which changes nothing may cost, by precision of the model."""
+"""Largest cost, in nats per token, of an edit that changes nothing, by precision of the model."""
 BASE_LIMIT = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-1}
-"""Nats per token by which a pass from a block on may miss the cross-entropy of a whole pass."""
+"""Largest error, in nats per token, of the cross-entropy of a start-at-layer pass compared with a whole pass."""
 
 CostSums = Float64[Tensor, "*case sequence"]
 Counts = Int64[Tensor, " sequence"]
@@ -66,15 +66,15 @@ def _ratio_error(squares: Float64[Tensor, "*case"], n_tokens: Counts) -> Float64
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What the edits of one layer cost, summed over the scored tokens of each sequence; first axis ``QUANTITIES``.
+    """The costs of the edits of one layer, summed over the scored tokens of each sequence; first axis ``QUANTITIES``.
 
     Attributes:
         single: this layer edited alone, by edit, ``VERSIONS`` and ``POSITIONS``.
         bottom: this layer and all before it edited, on counted positions.
         top: this layer and all after it edited, on counted positions.
         control: an edit that changes nothing.
-        base: cross-entropy of a pass from this layer on without an edit.
-        effort: seconds, blocks run and unembeddings, each summed over all windows and versions of them.
+        base: cross-entropy of the start-at-layer pass without an edit.
+        effort: seconds, blocks run and unembeddings, each summed over all windows and their patched runs.
     """
 
     single: Float64[Tensor, "quantity edit version positions sequence"]
@@ -91,11 +91,11 @@ class Sweep:
 
     Attributes:
         edits: their names.
-        n_tokens: scored tokens of each sequence.
+        n_tokens: number of scored tokens of each sequence.
         base: cross-entropy of a whole pass, summed over each sequence.
         layers: costs by layer.
-        n_blocks: blocks in the model.
-        clean_seconds: what one whole pass over all sequences took.
+        n_blocks: number of transformer blocks in the model.
+        clean_seconds: seconds for one whole pass over all sequences.
     """
 
     edits: tuple[str, ...]
@@ -106,7 +106,7 @@ class Sweep:
     clean_seconds: float
 
     def effort(self) -> dict[str, float]:
-        """What the sweep itself took, in whole passes over the text: of the blocks, of the unembedding; and seconds."""
+        """The effort of the sweep: in whole passes over the text, of the blocks and of the unembedding, and in seconds."""
         seconds, blocks, unembeddings = torch.stack([costs.effort for costs in self.layers.values()]).sum(dim=0).tolist()
         n_sequences = len(self.n_tokens)
         return {
@@ -117,10 +117,10 @@ class Sweep:
         }
 
     def checks(self, dtype: str) -> tuple[Check, ...]:
-        """What must hold if the sweep is to be believed, as entries of a run's acceptance."""
+        """The checks of the sweep, for a run's acceptance: a control edit, and start-at-layer passes."""
         controls = [per_token(costs.control[0], self.n_tokens) for costs in self.layers.values()]
         misses = [per_token(costs.base - self.base, self.n_tokens).abs() for costs in self.layers.values()]
-        control, miss = (float(torch.stack(values).max()) for values in (controls, misses))  # NaN if one of them is
+        control, miss = (float(torch.stack(values).max()) for values in (controls, misses))  # NaN if one of them is NaN
         nothing = "KL of an edit that changes nothing, largest over layers"
         entry = "cross-entropy from a layer on and from a whole pass, largest over layers"
         return Check(nothing, control, CONTROL_LIMIT[dtype]), Check(entry, miss, BASE_LIMIT[dtype])
@@ -134,7 +134,7 @@ class LayerAttribution:
         x: Σ_s x_s.
         xx: Σ_s x_s².
         xn: Σ_s x_s n_s with n_s the scored tokens.
-        tt: Σ over tokens of the squared first-order cost: what a placebo, whose signs are random, would give squared.
+        tt: Σ over tokens of the squared first-order cost: the mean square of x for a placebo with random signs.
         total: x_s summed over the neurons, by sequence.
     """
 
@@ -146,7 +146,7 @@ class LayerAttribution:
 
     @classmethod
     def of(cls, first_order: Float[Tensor, "edit token d_mlp"], n_tokens: int) -> "LayerAttribution":
-        """From the first-order costs on the counted tokens of one sequence, of which ``n_tokens`` are scored."""
+        """From the first-order costs on the counted tokens of one sequence, ``n_tokens`` of them scored."""
         x = first_order.sum(dim=1, dtype=torch.float64).cpu()
         tt = first_order.square().sum(dim=1, dtype=torch.float64).cpu()
         return cls(x, x.square(), n_tokens * x, tt, x.sum(dim=1)[:, None])
@@ -163,11 +163,11 @@ class LayerAttribution:
 
 @dataclass(frozen=True)
 class Attribution:
-    """First-order ΔCE of every neuron and edit, counted positions.
+    """First-order ΔCE of every neuron and edit, applied at counted positions.
 
     Attributes:
         edits: their names.
-        n_tokens: scored tokens of each sequence.
+        n_tokens: number of scored tokens of each sequence.
         base: cross-entropy summed over each sequence.
         layers: sums by layer.
     """
@@ -201,11 +201,11 @@ class Attribution:
 
 @dataclass(frozen=True)
 class SingleNeurons:
-    """Neurons edited one at a time: what first order predicted and what it cost, on the same tokens.
+    """Single-neuron patching: the first-order prediction and the exact cost of editing one neuron, on the same tokens.
 
     Attributes:
-        layer, neuron: which.
-        largest: whether it is among those of the largest |prediction|; the others were drawn at random.
+        layer, neuron: the neuron.
+        largest: whether it was chosen for its large |prediction|; the others were drawn at random.
         predicted, exact: ΔCE in nats per token.
     """
 
@@ -218,12 +218,12 @@ class SingleNeurons:
 
 @dataclass(frozen=True)
 class Causal:
-    """Everything that was found about costs in one run.
+    """All costs measured in one run.
 
     Attributes:
-        record: how: windows, tokens, seed, what the fitted edits were fitted on.
-        attribution, sweep: as far as they were asked for.
-        single_neurons: the first of the edits, neuron by neuron; only where both were asked for.
+        record: provenance: windows, tokens, seed, the tokens that edit coefficients were fitted on.
+        attribution, sweep: None if not requested.
+        single_neurons: single-neuron patching with the first of the edits; only if both were requested.
     """
 
     record: dict[str, Any]
@@ -232,7 +232,7 @@ class Causal:
     single_neurons: SingleNeurons | None = None
 
     def checks(self, dtype: str) -> tuple[Check, ...]:
-        """The sweep's checks, none without one."""
+        """The checks of the sweep; none without a sweep."""
         return () if self.sweep is None else self.sweep.checks(dtype)
 
     def write(self, folder: Path) -> None:
@@ -258,14 +258,14 @@ class Causal:
 
     @classmethod
     def load(cls, folder: Path) -> "Causal | None":
-        """What was written beside a run; None if nothing was, UserError if it is damaged or of another run."""
+        """The costs saved beside a run; None if there are none, UserError if they are damaged or of another run."""
         path = folder / CAUSAL_FILE
         if not path.exists():
             return None
         try:
             with safe_open(path, framework="pt") as file:
                 document = json.loads(file.metadata()["document"])
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dict
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dict
             if (document["schema"], document["moments_sha256"]) != (CAUSAL_SCHEMA, sha256_of(folder / MOMENTS_FILE)):
                 raise UserError(f"{path} belongs to another run or version: analyze again with --causal")
             return _read(document, tensors)
@@ -274,7 +274,7 @@ class Causal:
 
 
 def tensors_of(part: LayerCosts | LayerAttribution | SingleNeurons) -> dict[str, Tensor]:
-    """The fields by name, for writing."""
+    """The fields by name, for files."""
     return {item.name: getattr(part, item.name) for item in fields(part)}
 
 
@@ -284,7 +284,7 @@ def from_tensors(kind: type[Fields], tensors: dict[str, Tensor], prefix: str = "
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's: the correlation of the ranks, ties sharing their mean rank; NaN for fewer than two or no spread."""
+    """Spearman's: the correlation of the ranks, ties share their mean rank; NaN for fewer than two or constant values."""
     ranks = torch.stack([_ranks(values) for values in (first, second)])
     centered = ranks - ranks.mean(dim=1, keepdim=True)
     norms = centered.square().sum(dim=1).sqrt()

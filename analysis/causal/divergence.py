@@ -1,4 +1,4 @@
-"""What an edit costs: the divergence of the next-token distributions, and the rise of the cross-entropy, in nats.
+"""The cost of an edit: the divergence of the next-token distributions, and the rise of the cross-entropy, in nats.
 
 With p from the model and q from the edited model, on every position
 
@@ -15,9 +15,9 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 _CHUNK = 1 << 21
-"""Elements that are worked on at a time: few enough to stay near a core."""
+"""Elements that are processed at a time: few enough to stay in a core's cache."""
 _OVERFLOW = 80.0
-"""e to this power is still a float32."""
+"""e to this power does not overflow float32."""
 
 
 def kl_divergence(base: Float[Tensor, "token vocab"], edited: Float[Tensor, "token vocab"]) -> Float64[Tensor, " token"]:
@@ -32,12 +32,12 @@ def costs(
     logits: Float[Tensor, "row token vocab"],
     targets: Int64[Tensor, " token"],
 ) -> Float64[Tensor, "quantity row"]:
-    """Σ over tokens of KL and of ΔCE, one row a version, on the CPU.
+    """Σ over tokens of KL and of ΔCE for every patched run, on the CPU.
 
     Args:
-        base: the model's log-probabilities.
-        logits: of its edited versions.
-        targets: the tokens that come next.
+        base: log-probabilities of the model.
+        logits: of the patched runs, one row each.
+        targets: the next tokens.
     """
     size = max(1, _CHUNK // base.shape[-1])
     sums = [torch.zeros(2, dtype=torch.float64, device=base.device) for _ in logits]
@@ -50,10 +50,10 @@ def costs(
 
 
 def log_probabilities(logits: Float[Tensor, "*row token vocab"]) -> Float[Tensor, "*row token vocab"]:
-    """log softmax, in float32 at least."""
+    """log softmax, at least in float32."""
     return torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
 
 
 def cross_entropy(log_p: Float[Tensor, "token vocab"], targets: Int64[Tensor, " token"]) -> float:
-    """Σ over tokens of −log p of the token that comes next."""
+    """Σ over tokens of −log p of the next token."""
     return -float(log_p.gather(-1, targets[:, None]).sum(dtype=torch.float64))

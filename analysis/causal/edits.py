@@ -1,4 +1,4 @@
-"""Edits: what a gated unit is replaced by, h′ = edit(a, b, g), so that the model itself says what a symmetry is worth.
+"""Edits: a gated unit is replaced, h′ = edit(a, b, g), to measure what breaking or enforcing a symmetry costs the model.
 
     exchange             g(b, a)
     exchange-balanced    g(βb, a)/β: k first brought to the length and side of q, so the edit is the same in every gauge
@@ -8,14 +8,15 @@
     relu-limit           the scaling as α → ∞: relu(a)·b for SiLU and GELU
     symmetric            (g(a, b) + g(b, a))/2
     antisymmetric        (g(a, b) − g(b, a))/2
-    bilinear             c_j·ab, each neuron with its own best c_j
-    placement            c_j·g(ab, 1), the nonlinearity outside, each neuron with its own best c_j
-    mean, zero           E[h_j], 0: ablations, to see what the other costs compare with
+    bilinear             c_j·ab, each neuron with its own least-squares c_j
+    placement            c_j·g(ab, 1), the nonlinearity outside, each neuron with its own least-squares c_j
+    mean, zero           E[h_j], 0: ablations, as a reference for the other costs
 
-Plain exchange depends on the gauge k → βk, v → v/β that the model never sees (see ``measures.exchange_balanced``).
+Plain exchange depends on the gauge: k → βk, v → v/β changes its result but not the layer (see
+``asymmetry.exchange_balanced``).
 
-A ``Change`` limits an edit to neurons and positions, or is its placebo: a random change of h with the same norm ‖h′ − h‖ on
-every token. What a placebo does not show: a change of the same size in the directions that the layer usually moves in.
+A ``Change`` restricts an edit to neurons and positions, or is its placebo: a random change of h with the same norm ‖h′ − h‖
+on every token. A placebo does not show the effect of a change of the same size in the directions in which h usually varies.
 """
 
 import math
@@ -28,16 +29,15 @@ from jaxtyping import Bool, Float, Float64, Int64
 from torch import Tensor
 
 from analysis.errors import UserError
+from analysis.sums.layout import check_alphas
 from analysis.units.registry import Unit
 
 Scalars = Float[Tensor, "*batch d_mlp"]
 PerNeuron = Float[Tensor, " d_mlp"]
-MAX_SCALE = 1e4
-"""Beyond it (αa, b/α) leaves float32; the limits are what such scales would show."""
 
 
 class Edit(ABC):
-    """h′ from a and b, elementwise over tokens; what it needs to know of its layer, it carries as one number a neuron."""
+    """h′ from a and b, token by token; constants of the layer that it needs are fields, one number per neuron."""
 
     @abstractmethod
     def __call__(self, a: Scalars, b: Scalars, unit: Unit) -> Scalars:
@@ -65,7 +65,7 @@ class BalancedExchange(Edit):
 
 @dataclass(frozen=True)
 class Scale(Edit):
-    """g(αa, b/α); α = 0 and ∞ are the limits, which UserError denies where they do not exist."""
+    """g(αa, b/α); α = 0 and ∞ are the limits. ValueError on a unit without that limit."""
 
     alpha: float
 
@@ -129,7 +129,7 @@ class Zero(Edit):
 
 @dataclass(frozen=True)
 class Partial(Edit):
-    """h + ε(h′ − h): an edit carried out to the share ε."""
+    """h + ε(h′ − h): an edit applied to the fraction ε."""
 
     edit: Edit
     epsilon: float
@@ -141,7 +141,7 @@ class Partial(Edit):
 
 @dataclass(frozen=True)
 class Rescaled(Edit):
-    """g(a, βb)/β: no change at all for a unit that is linear in b; the control."""
+    """g(a, βb)/β: a control, which does not change a unit that is linear in b."""
 
     beta: float
 
@@ -151,11 +151,11 @@ class Rescaled(Edit):
 
 @dataclass(frozen=True)
 class EditCoefficients:
-    """What the fitted edits know of a layer, one number a neuron.
+    """The constants of a layer that edits need, one number per neuron.
 
     Attributes:
-        bilinear: c_j of c_j·ab nearest to h in the mean square.
-        placement: c_j of c_j·g(ab, 1) nearest to h in the mean square.
+        bilinear: c_j of the least-squares approximation c_j·ab of h.
+        placement: c_j of the least-squares approximation c_j·g(ab, 1) of h.
         mean: E[h_j].
         balance: β_j = ±‖q_j‖/‖k_j‖.
     """
@@ -170,28 +170,28 @@ LIMITS = {"bilinear-limit": 0.0, "relu-limit": math.inf}
 _SCALE = "scale:"
 _MAKERS: dict[str, Callable[[EditCoefficients], Edit]] = {
     "exchange": lambda _: PlainExchange(),
-    "exchange-balanced": lambda fit: BalancedExchange(fit.balance),
+    "exchange-balanced": lambda coefficients: BalancedExchange(coefficients.balance),
     "flip": lambda _: Scale(-1.0),
-    "bilinear": lambda fit: Bilinear(fit.bilinear),
+    "bilinear": lambda coefficients: Bilinear(coefficients.bilinear),
     "bilinear-limit": lambda _: Scale(0.0),
     "relu-limit": lambda _: Scale(math.inf),
     "symmetric": lambda _: SymmetricPart(),
     "antisymmetric": lambda _: AntisymmetricPart(),
-    "placement": lambda fit: Placement(fit.placement),
-    "mean": lambda fit: Mean(fit.mean),
+    "placement": lambda coefficients: Placement(coefficients.placement),
+    "mean": lambda coefficients: Mean(coefficients.mean),
     "zero": lambda _: Zero(),
 }
 ABLATIONS = ("mean", "zero")
-"""Always measured beside the others: exchanging a layer's gate and up may cost more than removing the layer."""
+"""Always measured too, as a reference: exchanging a layer's gate and up may cost more than removing the layer."""
 DEFAULT_EDITS = (
     *("exchange", "exchange-balanced", "flip", "scale:0.5", "scale:2", "bilinear", "bilinear-limit", "relu-limit"),
     *ABLATIONS,
 )
 
 
-def make_edit(name: str, fit: EditCoefficients) -> Edit:
-    """The edit of that name for the layer that the fit is of."""
-    return Scale(float(name.removeprefix(_SCALE))) if name.startswith(_SCALE) else _MAKERS[name](fit)
+def make_edit(name: str, coefficients: EditCoefficients) -> Edit:
+    """The edit of that name, for the layer that the coefficients were fitted on."""
+    return Scale(float(name.removeprefix(_SCALE))) if name.startswith(_SCALE) else _MAKERS[name](coefficients)
 
 
 def scale_of(name: str) -> float | None:
@@ -202,14 +202,15 @@ def scale_of(name: str) -> float | None:
 
 
 def parse_edits(text: str) -> tuple[str, ...]:
-    """'exchange,scale:2' as names, each once, in order, the ablations added; UserError for a name that is none."""
+    """'exchange,scale:2' as names, each once, in order, with the ablations added; UserError for an unknown name."""
     return tuple(dict.fromkeys([*(_canonical(part.strip()) for part in text.split(",")), *ABLATIONS]))
 
 
 def existing_edits(names: tuple[str, ...], units: list[Unit]) -> tuple[str, ...]:
-    """Those of the names that exist for every one of the units: not all have a limit at 0 or ∞.
+    """Those of the names that exist for every one of the units: not all units have a limit at 0 or ∞.
 
-    Where up is bounded the limits are no bilinear or relufied unit, but vanish or do without b: they are no edits.
+    Where up is bounded, the limits are not offered as edits: they are not a bilinear or a relufied unit, but vanish or do
+    not depend on b.
     """
     linear = [unit.limits if unit.up_is_linear else () for unit in units]
     return tuple(name for name in names if all(name not in LIMITS or LIMITS[name] in limits for limits in linear))
@@ -219,30 +220,29 @@ def _canonical(name: str) -> str:
     if name in _MAKERS:
         return name
     if not name.startswith(_SCALE):
-        raise UserError(f"unknown edit {name!r}: choose among {', '.join(_MAKERS)}, scale:α (like scale:2)")
+        raise UserError(f"unknown edit {name!r}: choose from {', '.join(_MAKERS)}, scale:α (like scale:2)")
     try:
         alpha = float(name.removeprefix(_SCALE))
     except ValueError as error:
-        raise UserError(f"{name!r} is no scaling: write it like scale:0.5") from error
-    if not 1 / MAX_SCALE <= abs(alpha) <= MAX_SCALE:
-        raise UserError(f"{name!r} must lie between 1e-4 and 1e4: the limits are called {' and '.join(LIMITS)}")
+        raise UserError(f"{name!r} is not a scaling: write it like scale:0.5") from error
+    check_alphas([alpha], f"the limits are called {' and '.join(LIMITS)}")
     if alpha == 1:
-        raise UserError(f"{name!r} changes nothing: leave it out")
+        raise UserError(f"{name!r} changes nothing: omit it")
     return "flip" if alpha == -1 else f"{_SCALE}{alpha:g}"
 
 
 @dataclass(frozen=True)
 class Change:
-    """An edit on some neurons and positions of a layer, or its placebo there; everything else stays bit for bit.
+    """An edit on some neurons and positions of a layer, or its placebo there; everything else is unchanged bit for bit.
 
-    So does a neuron at a token that does not reach it, where a and b are both 0.
+    So is a neuron on a token that was not routed to its expert, where a and b are both 0.
 
     Attributes:
-        edit: what h becomes.
+        edit: the edit.
         unit: g of the layer.
         neurons: indices of the neurons to edit; None for all.
         positions: which positions to edit; None for all.
-        noise: where given, h is moved along these directions instead, on every token as far as the edit would move it.
+        noise: if given, h is moved along these directions instead, on every token by the distance of the edit.
     """
 
     edit: Edit
@@ -264,11 +264,11 @@ class Change:
         if self.positions is not None:
             chosen = chosen & self.positions[..., None].to(h.device)
         changed = torch.where(chosen, self.edit(a, b, self.unit).to(h.dtype), h)
-        return changed if self.noise is None else _moved_as_far(h, changed, torch.where(chosen, self.noise.to(h), 0))
+        return changed if self.noise is None else _moved_equally(h, changed, torch.where(chosen, self.noise.to(h), 0))
 
 
-def _moved_as_far(h: Scalars, changed: Scalars, direction: Scalars) -> Scalars:
-    """h moved along a direction on every token by as much as it was changed; where there is no direction it stays."""
+def _moved_equally(h: Scalars, changed: Scalars, direction: Scalars) -> Scalars:
+    """h moved along the direction by ‖changed − h‖ on every token; unchanged where the direction is 0."""
     distance = torch.linalg.vector_norm(changed - h, dim=-1, keepdim=True)
     length = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
     return torch.where(length > 0, h + direction * (distance / length), h)

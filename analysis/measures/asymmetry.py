@@ -1,8 +1,8 @@
-"""The measures: how far a gated unit is from each symmetry, read from its sums.
+"""The measures: how far a gated unit is from each symmetry, computed from its sums.
 
 Each function maps a table of sums to one number per column. Given the sums of every neuron it returns one number per
-neuron; given the pooled sums it returns the layer's number, a ratio of sums and never a mean of ratios; given the
-leave-one-block-out tables it returns the jackknife replicates. Nothing here knows which.
+neuron; given the pooled sums, the layer's number, a ratio of sums and never a mean of ratios; given the leave-one-block-out
+sums, the jackknife replicates. The functions make no difference between these tables.
 
 The asymmetry of two versions f, f′ of one quantity is
 
@@ -11,7 +11,7 @@ The asymmetry of two versions f, f′ of one quantity is
 For an involution, exchange or sign flip, it is the share of the energy that is antisymmetric: 0 invariant, 1/2 as different
 as two unrelated signals of equal energy, 1 odd. The relative change is sqrt(E‖f′ − f‖² / E‖f‖²).
 
-What they do not show: whether the model cares. A large asymmetry is a statement about activations, not about loss.
+What they do not show: how much the model's loss depends on it. A large asymmetry is a statement about activations only.
 A neuron without energy has no asymmetry: its numbers are NaN, never 0.
 """
 
@@ -47,8 +47,8 @@ def exchange_balanced(sums: Sums) -> Values:
     """Exchange asymmetry in the balanced gauge.
 
     A gated MLP does not change when k → βk and v → v/β, for any β, but σ(a)·b and its exchanged form σ(b)·a do not scale
-    alike: the plain exchange asymmetry depends on a choice of β that the model never sees. Here k is first brought to the
-    length of q and to its side (cos ≥ 0), so the number is the same for every β.
+    alike: the plain exchange asymmetry depends on β, which does not affect the model's output. Here k is first rescaled to
+    the length of q, with the sign that makes cos(q, k) ≥ 0, so the number is the same for every β.
     """
     return asymmetry(sums["balanced_exchange_gap"], sums["balanced_hh"], sums["balanced_exchange"])
 
@@ -59,26 +59,27 @@ def exchange_relative_change(sums: Sums) -> Values:
 
 
 def exchange_null_repaired(sums: Sums) -> Values:
-    """Exchange asymmetry when each neuron's a meets another neuron's b, averaged over draws within the ratio."""
+    """Exchange asymmetry under the permutation null: each neuron's a with another neuron's b, draws summed in the ratio."""
     return asymmetry(*(sums[name].sum(dim=0) for name in ("repaired_exchange_gap", "repaired_hh", "repaired_exchange")))
 
 
 def exchange_balanced_null_repaired(sums: Sums) -> Values:
-    """The same in the balanced gauge of each pair: the partner's key brought to the length and side of the query.
+    """The same in the balanced gauge of each pair: the partner's key is rescaled to the length and sign of the query.
 
-    Its energies are weighted as if it had the length of the neuron's own key, so that the null is the same in every gauge.
+    Energies are weighted as if the partner's key had the length of the neuron's own, so that the null is the same in every
+    gauge.
     """
     names = ("repaired_balanced_exchange_gap", "repaired_balanced_hh", "repaired_balanced_exchange")
     return asymmetry(*(sums[name].sum(dim=0) for name in names))
 
 
 def exchange_of_draws(sums: Sums) -> Float64[Tensor, "draw column"]:
-    """Exchange asymmetry of every random pairing."""
+    """Exchange asymmetry for each random permutation."""
     return asymmetry(sums["repaired_exchange_gap"], sums["repaired_hh"], sums["repaired_exchange"])
 
 
 def exchange_balanced_of_draws(sums: Sums) -> Float64[Tensor, "draw column"]:
-    """Balanced exchange asymmetry of every random pairing."""
+    """Balanced exchange asymmetry for each random permutation."""
     return asymmetry(
         sums["repaired_balanced_exchange_gap"], sums["repaired_balanced_hh"], sums["repaired_balanced_exchange"]
     )
@@ -95,18 +96,18 @@ def scaling_relative_change(sums: Sums) -> Float64[Tensor, "alpha column"]:
 
 
 def scaling_null_repaired(sums: Sums) -> Float64[Tensor, "alpha column"]:
-    """Scaling asymmetry, one row per α, when each neuron's a meets the b of every other neuron of its layer in turn.
+    """Scaling asymmetry under the permutation null, one row per α: each neuron's a with every other neuron's b.
 
-    All pairs are summed, not a draw of them, with every key brought to the length of the neuron's own, so that the number
-    is the same in every gauge.
+    All pairs are summed instead of drawing some, with every key rescaled to the length of the neuron's own, so that the
+    number is the same in every gauge.
     """
     before, after = sums["mixed_hh"], sums["mixed_scaling"]
-    gap = (before + after - 2 * sums["mixed_product"]).clamp(min=0)  # a difference of sums may round to below 0
+    gap = (before + after - 2 * sums["mixed_product"]).clamp(min=0)  # rounding may make the difference negative
     return asymmetry(gap, before, after)
 
 
 def at_scale(curve: Measure, alpha: float) -> Measure:
-    """One row of a measure that has one per α; NaN where the run did not follow that scale."""
+    """One row of a measure that has one per α; NaN if the run did not include that scale."""
 
     def measure(sums: Sums) -> Values:
         if alpha not in sums.layout.alphas:
@@ -122,12 +123,12 @@ def euler_residual(sums: Sums) -> Values:
 
 
 def bilinear_coefficient(sums: Sums) -> Values:
-    """The c that makes c·ab closest to h in the mean square."""
+    """The c of the least-squares approximation c·ab of h."""
     return sums["h_ab"] / sums["abab"]
 
 
 def bilinear_energy(sums: Sums) -> Values:
-    """The energy of h that its best c·ab explains, Σ over tokens; 0 for a neuron whose ab is always 0."""
+    """The energy of h that the best c·ab explains, Σ over tokens; 0 for a neuron whose ab is always 0."""
     return (sums["h_ab"].square() / sums["abab"]).nan_to_num(nan=0.0)
 
 
@@ -167,17 +168,17 @@ def quadrant_energy(sums: Sums) -> Float64[Tensor, "quadrant column"]:
 
 
 def gate_positive(sums: Sums) -> Values:
-    """Share of tokens with a > 0. It is no energy: see ``layer_gate_positive``."""
+    """Share of tokens with a > 0. It does not pool as energies do: see ``layer_gate_positive``."""
     return quadrant_tokens(sums)[:2].sum(dim=0)
 
 
 def tokens_seen(sums: Sums) -> Values:
-    """Counted tokens that each neuron saw: all of them in a dense layer, those routed to it in a mixture of experts."""
+    """Counted tokens of each neuron: all of them in a dense layer, those routed to its expert in a mixture of experts."""
     return torch.stack([sums[f"count_{quadrant}"] for quadrant in QUADRANTS]).sum(dim=0)
 
 
 def layer_gate_positive(neurons: Sums) -> float:
-    """Share of (token, neuron) pairs with a > 0; where all neurons saw all tokens, the plain mean over neurons."""
+    """Share of (token, neuron) pairs with a > 0; in a dense layer the mean over neurons."""
     counts = torch.stack([neurons[f"count_{quadrant}"].sum() for quadrant in QUADRANTS])
     return float(counts[:2].sum() / counts.sum())
 
@@ -198,7 +199,7 @@ REPAIRED_NULLS: dict[str, Measure] = {
     "exchange_balanced": exchange_balanced_null_repaired,
     **{name: at_scale(scaling_null_repaired, alpha) for name, alpha in MAIN_SCALES.items()},
 }
-"""What chance gives when neurons are re-paired, by the measure it belongs to."""
+"""The permutation null of each measure that has one; the columns are called ``…_null_repaired``."""
 
 
 def excess_over_repaired(name: str) -> Measure:

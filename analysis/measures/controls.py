@@ -1,8 +1,8 @@
-"""Controls: what must be zero, and what must not, measured on each layer's own weights and data.
+"""Controls: what must be zero, and what must not be, measured on each layer's own weights and data.
 
-The symmetries that remain in every gated MLP with a linear up, k → βk with v → v/β and any order of the neurons, must leave
-its output as it is. Exchange on σ = SiLU must not: a measurement that finds no break there would find none anywhere. For it
-each neuron's a is taken with another neuron's b, because a layer whose own q and k are equal is truly unchanged by
+The symmetries that remain in every gated MLP with a linear up, k → βk with v → v/β and any permutation of the neurons, must
+leave its output unchanged. Exchange with σ = SiLU must not: a measurement that does not detect this break would not detect
+any. For this control each neuron's a is combined with another neuron's b, because a layer with q = k is unchanged by
 exchange.
 """
 
@@ -20,15 +20,13 @@ from analysis.weights.geometry import derangements
 
 FACTORS = (3.0, -1.0)
 HOLDS = {torch.float32: 1e-5, torch.float64: 1e-12}
-"""Largest relative change of the output that is rounding."""
+"""Largest relative change of the output that rounding may cause."""
 BREAKS = 1e-6
-"""Smallest exchange asymmetry that is none."""
+"""Exchange asymmetry that must be exceeded."""
 
 
 def measure_controls(mlp: GatedMLP, x: Float[Tensor, "token d_model"], seed: int = 0) -> list[Check]:
-    """Each control with its value and its limit, below which it must stay or above which it must rise.
-
-    A layer without any output has none.
+    """Each control with its value and its limit, which it must not exceed, or must exceed; none for a layer without output.
 
     Args:
         mlp: a layer, in float32 or float64.
@@ -36,7 +34,7 @@ def measure_controls(mlp: GatedMLP, x: Float[Tensor, "token d_model"], seed: int
         seed: of the permutation.
     """
     if not bool(mlp(x).any()):
-        return []  # a layer that gives nothing cannot be changed
+        return []  # an output of 0 has no relative change
     limit, order = HOLDS[x.dtype], torch.randperm(len(mlp.v), generator=torch.Generator().manual_seed(seed))
     actions: dict[str, Action] = {}
     if mlp.unit.up_is_linear:

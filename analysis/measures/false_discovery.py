@@ -1,10 +1,10 @@
-"""Which neurons differ from chance, when thousands are looked at.
+"""Which neurons differ from the permutation null, controlling the false discovery rate among thousands of them.
 
-The null of a neuron is itself with the b of another neuron. If its own pairing were as random as the others, its number x
-and those of its re-pairings x_1 … x_R would be exchangeable. The distance of x from the mean of its re-pairings is
-therefore ranked among the distances of every re-pairing in the layer from the mean of the R − 1 others of its neuron,
-brought to one scale. These ranks are conformal p-values; the Benjamini-Hochberg procedure controls the false discovery rate
-of such (Bates, Candès, Lei, Romano & Sesia 2023, Ann. Statist. 51, 149).
+Under the permutation null a neuron's a is combined with the b of another neuron. If a neuron's own pair (a, b) were as
+random as these, its value x and its permuted values x_1 … x_R would be exchangeable. So the distance of x from the mean of
+the x_r is ranked among the distances of every permuted value in the layer from the mean of the R − 1 others of its neuron,
+after both are brought to one scale. These ranks are conformal p-values, for which the Benjamini-Hochberg procedure controls
+the false discovery rate (Bates, Candès, Lei, Romano & Sesia 2023, Ann. Statist. 51, 149).
 """
 
 import math
@@ -23,7 +23,7 @@ Neurons = Float64[Tensor, " d_mlp"]
 def repaired_p(value: Neurons, draws: Float64[Tensor, "draw d_mlp"]) -> Neurons:
     """Two-sided p-value of each neuron.
 
-    NaN where the neuron or a re-pairing of it has no number, or with fewer than two draws.
+    NaN where the value or a permuted value is NaN, or with fewer than two permutations.
     """
     n_draws = len(draws)
     value, draws = value.logit(eps=_EPS), draws.logit(eps=_EPS)
@@ -40,7 +40,7 @@ def repaired_p(value: Neurons, draws: Float64[Tensor, "draw d_mlp"]) -> Neurons:
 def false_discovery(
     value: Neurons, draws: Float64[Tensor, "draw d_mlp"]
 ) -> tuple[Neurons, Neurons, Bool[Tensor, " d_mlp"]]:
-    """p, q (the smallest false discovery rate at which the neuron is listed), and whether it is at the rate of 5 %."""
+    """p, q (the smallest false discovery rate at which the neuron is a discovery), and whether q ≤ 5 %; each [d_mlp]."""
     p = repaired_p(value, draws)
     q, known = torch.full_like(p, torch.nan), p.isfinite()
     if bool(known.any()):

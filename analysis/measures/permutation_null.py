@@ -1,10 +1,11 @@
-"""How much a layer's number owes to which neuron was paired with which.
+"""The variance of a layer's permutation null over permutations.
 
-A number of a layer with its neurons paired at random is, to first order, Σ_j u(j, π(j)) over the pairs of a random
-permutation π. Its variance is that of the interaction part of u: what a pairing does beyond the neuron's own part α_j and
-its partner's γ_p, which every permutation holds in full (Hoeffding 1951, Ann. Math. Statist. 22, 558). A few pairings of
-all neurons tell that part from the others, because each neuron and each partner is seen once in every one of them. The
-noise of few tokens counts as interaction too, so the estimate errs to the safe side.
+In the permutation null each neuron's a is combined with the b of another neuron, its partner. To first order a layer's
+number is then Σ_j u(j, π(j)) over the pairs of a random permutation π. Its variance is that of the interaction part of u:
+what a pair adds to a part α_j of the neuron and a part γ_p of the partner, which every permutation contains in full
+(Hoeffding 1951, Ann. Math. Statist. 22, 558). A few permutations suffice to separate that part, because each contains every
+neuron and every partner once. Noise from a small number of tokens counts as interaction too, so the estimate is
+conservative.
 """
 
 import math
@@ -16,16 +17,16 @@ from torch import Tensor
 from analysis.weights.experts import Experts, expert_slices
 
 FEWEST_DRAWS = 3
-"""With fewer pairings nothing is left once the parts of neurons and partners are taken out."""
+"""With fewer permutations nothing remains after the parts of neurons and partners are removed."""
 _SWEEPS = 100
 
 
 def permutation_variance(parts: Float64[Tensor, "draw d_mlp"], partners: Int64[Tensor, "draw d_mlp"]) -> float:
-    """The variance of Σ_j u(j, π(j)) over random pairings π; NaN with fewer than ``FEWEST_DRAWS`` pairings.
+    """The variance of Σ_j u(j, π(j)) over random permutations π; NaN with fewer than ``FEWEST_DRAWS`` of them.
 
     Args:
-        parts: u of every neuron in some random pairings.
-        partners: the neuron that each was paired with.
+        parts: u of every neuron in each of the permutations drawn.
+        partners: the partner of each neuron.
     """
     n_draws, d_mlp = parts.shape
     if n_draws < FEWEST_DRAWS:
@@ -42,7 +43,7 @@ def permutation_variance(parts: Float64[Tensor, "draw d_mlp"], partners: Int64[T
 def experts_permutation_variance(
     parts: Float64[Tensor, "draw d_mlp"], partners: Int64[Tensor, "draw d_mlp"], experts: Experts | None
 ) -> float:
-    """The same where partners are of the own expert only: every expert has a permutation of its own."""
+    """The same where partners are of the same expert: every expert has permutations of its own."""
     if experts is None:
         return permutation_variance(parts, partners)
     neurons = expert_slices(experts).values()

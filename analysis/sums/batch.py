@@ -1,4 +1,4 @@
-"""A window, one sequence of tokens; and a batch of windows, which is read at once."""
+"""A window, one sequence of tokens; a batch of windows, which are read at once; and its tiles, which are summed at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """One sequence of tokens, its number in the corpus, and the first position that is counted."""
+    """One sequence of tokens, its index in the corpus, and the first position that is counted."""
 
     index: int
     tokens: Int64[Tensor, " pos"]
@@ -28,36 +28,36 @@ class Tile(NamedTuple):
     """Counted tokens of one jackknife block that are summed at once, in chunks of one length.
 
     Attributes:
-        places: their places.
-        live: which of them are there and not padding, which repeats the last one; None where there is no padding.
+        places: their places in the batch.
+        live: which of them are tokens and not padding, which repeats the last token; None where there is no padding.
         routing_weight: their routing weights; None where all are 1.
-        n_tokens: how many are there.
-        block: their jackknife block.
+        n_tokens: number of tokens, without padding.
+        jackknife_block: their jackknife block.
     """
 
     places: Int64[Tensor, "chunk token"]
     live: Bool[Tensor, "chunk token"] | None
     routing_weight: Float[Tensor, "chunk token"] | None
     n_tokens: int
-    block: int
+    jackknife_block: int
 
 
 @dataclass(frozen=True)
 class Batch:
     """Windows that are read together, padded on the right to one length: row i, position p is place i·length + p.
 
-    What an expert sees of a batch is a batch too, ``routed`` to it, with places of its own.
+    The part of a batch that is routed to an expert is a batch too (``routed``), with places of its own.
 
     Attributes:
-        windows: the windows, one a row.
+        windows: the windows, one per row.
         counted: the places of counted tokens, in reading order.
-        uncounted: the places of tokens that are fed but not counted.
+        uncounted: the places of tokens that are fed to the model but not counted.
         fed: the places of both, in reading order.
-        places: window, position, token id, and 1 if the token is counted, of every place; −1 in the padding.
-        runs: stretches of counted tokens that belong to one jackknife block: first, last + 1, block.
+        places: window, position, token id, and 1 for a counted token, 0 for an uncounted one; all −1 for padding.
+        runs: consecutive counted tokens of one jackknife block each: first, last + 1, block.
         blocks: the jackknife block of every counted token.
-        routing_weight: the routing weight r of every place, by whose square energies are weighted; None where all are 1.
-        ranks: of every counted token, its number among those of the batch that it was routed from; None in a whole batch.
+        routing_weight: the routing weight r of every place (energies are weighted with r²); None where all are 1.
+        ranks: index of each counted token among those of the batch it was routed from; None for a whole batch.
     """
 
     windows: tuple[Window, ...]
@@ -99,17 +99,17 @@ class Batch:
         )
 
     def pieces(self, size: int) -> list[tuple[int, int, int]]:
-        """The runs, cut into stretches of at most that many tokens."""
+        """The runs, cut into pieces of at most ``size`` tokens."""
         return [(at, min(at + size, stop), block) for start, stop, block in self.runs for at in range(start, stop, size)]
 
     def tiles(self, size: int, chunk: int, padded: bool) -> list[Tile]:
-        """The runs, cut into tiles; made once for all layers, on the device and without waiting for it.
+        """The runs, cut into tiles; created once for all layers, on the device and without synchronizing it.
 
         Args:
             size: tokens in a tile at most, a multiple of the chunk.
             chunk: tokens in a chunk.
-            padded: whether every chunk is full and every tile has two or more, so that all are of one kind; if not, what
-                is left of a run behind its last full chunk is a tile of its own.
+            padded: whether to pad, so that all chunks are full and all tiles have at least two, as compiled code requires;
+                otherwise the rest of a run after its last full chunk is a tile of its own.
         """
         key = size, chunk, padded
         if key not in self._tiles:
@@ -132,25 +132,25 @@ class Batch:
         return None if self.routing_weight is None else self.routing_weight[places]
 
     def routed(self, places: Int64[Tensor, " routed"], weight: Float[Tensor, " routed"]) -> "Batch":
-        """What one expert sees: its place i is ``places[i]`` of this batch.
+        """The part that is routed to one expert: its place i is ``places[i]`` of this batch.
 
-        A GPU is waited for once, if the places are on it.
+        Synchronizes once with a GPU that holds the places.
 
         Args:
-            places: of the tokens routed to it, ascending, none of them padding.
+            places: of the tokens routed to it, ascending, without padding.
             weight: their routing weights.
 
         Raises:
-            ValueError: the places are not such.
+            ValueError: the places do not ascend, or include padding.
         """
-        device, there = self.fed.device, places.cpu()
+        device, on_cpu = self.fed.device, places.cpu()
         kinds, blocks = self._on_cpu
-        if bool((there.diff() <= 0).any()) or (len(there) and not 0 <= int(there.min()) <= int(there.max()) < len(kinds)):
+        if bool((on_cpu.diff() <= 0).any()) or (len(on_cpu) and not 0 <= int(on_cpu[0]) <= int(on_cpu[-1]) < len(kinds)):
             raise ValueError(f"places routed to an expert must ascend within 0-{len(kinds) - 1}")
-        kind = kinds[there]
+        kind = kinds[on_cpu]
         if bool((kind < 0).any()):
-            raise ValueError("padding was routed to an expert: leave out the places that are not in Batch.fed")
-        numbers, lengths = blocks[there[kind == 1]].unique_consecutive(return_counts=True)
+            raise ValueError("padding was routed to an expert: omit places that are not in Batch.fed")
+        numbers, lengths = blocks[on_cpu[kind == 1]].unique_consecutive(return_counts=True)
         stops = lengths.cumsum(0)
         runs = tuple(zip((stops - lengths).tolist(), stops.tolist(), numbers.tolist(), strict=True))
         return self._part(places.to(device), weight.to(device), runs)
@@ -158,7 +158,7 @@ class Batch:
     def _part(
         self, places: Int64[Tensor, " routed"], weight: Float[Tensor, " routed"], runs: tuple[tuple[int, int, int], ...]
     ) -> "Batch":
-        """The batch at some of its places, in which the runs of counted tokens are known; waits for no device."""
+        """The batch at some of its places, with the given runs of counted tokens; without synchronizing a device."""
         of_place, n_counted = self.places[:, places], runs[-1][1] if runs else 0
         counted_first = (of_place[3] != 1).long().argsort(stable=True)
         counted = counted_first[:n_counted]
@@ -177,14 +177,14 @@ class Batch:
 
     @cached_property
     def _ranks(self) -> Int64[Tensor, " place"]:
-        """Of every counted place, the number of its token among the counted ones."""
+        """The index of each counted place among the counted tokens; meaningless for other places."""
         return (self.places[3] == 1).long().cumsum(0) - 1
 
     @cached_property
     def _on_cpu(self) -> tuple[Int64[Tensor, " place"], Int64[Tensor, " place"]]:
-        """Of every place, 1 if it is counted, 0 if it is fed only, −1 in padding; and its block if it is counted.
+        """1 for each counted place, 0 for an uncounted one, −1 for padding; and the jackknife block of counted places.
 
-        A GPU is waited for, once for all experts of all layers.
+        Synchronizes with a GPU, once for all experts of all layers.
         """
         kinds = self.places[3].cpu()
         blocks = torch.full_like(kinds, -1)
@@ -193,5 +193,5 @@ class Batch:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that are fed."""
+        """Tokens that are fed to the model, without padding."""
         return len(self.fed)

@@ -1,6 +1,6 @@
-"""``tile_sums`` compiled, and whether what it gives may be trusted.
+"""``tile_sums`` compiled by torch, and the check of its results against eager ones.
 
-One compilation serves all layers of a model and tiles of every length: the number of chunks is a symbol of it.
+One compilation serves all layers of a model and tiles of every length: the number of chunks is symbolic.
 """
 
 import warnings
@@ -16,20 +16,20 @@ from analysis.sums.layout import QUADRANTS, Layout
 from analysis.units.registry import Unit
 
 EXACTNESS = 1e-5
-"""How far compiled sums may be from eager ones, of what they are held against in ``agree``."""
+"""Largest difference between compiled and eager sums, relative to their size as defined in ``agree``."""
 _EXACT = (*PRE_ACTIVATIONS, *(f"count_{quadrant}" for quadrant in QUADRANTS))
-"""Sums that are exact in float64, so that no rounding is allowed for."""
+"""Sums with float64 products or of whole numbers, whose differences are compared with the sums themselves alone."""
 _refused: set[tuple[Unit, Plan, torch.dtype, str]] = set()
-"""What did not compile."""
+"""What failed to compile before."""
 
 
 class NotCompiledError(Exception):
-    """There is no compiled function; the eager one gives the same."""
+    """There is no compiled function: use the eager one."""
 
 
 @cache
 def _function() -> Callable[..., TileSums]:
-    """Made when it is first called, because the compiler is slow to import."""
+    """Created on the first call, because the compiler is slow to import."""
     return torch.compile(tile_sums, fullgraph=True)
 
 
@@ -42,10 +42,10 @@ def compiled_sums(
     live: Bool[Tensor, "chunk token"],
     routing_weight: Float[Tensor, "chunk token"],
 ) -> TileSums:
-    """As ``tile_sums``, of two chunks or more.
+    """As ``tile_sums``, for tiles of two chunks or more.
 
     Raises:
-        NotCompiledError: the compiler is missing, or does not take this function here; it is not asked again.
+        NotCompiledError: the compiler is missing, or fails on this function; it is not tried again.
     """
     kind = unit, plan, a.dtype, a.device.type
     if kind in _refused:
@@ -54,13 +54,13 @@ def compiled_sums(
         function = _function()
         for x in (a, b, live, routing_weight):
             torch._dynamo.mark_dynamic(x, 0)
-        # Scales are constants: as symbols, which they would become where a second unit has others, they do not compile.
+        # Scales are constants: a second unit with other scales would make them symbolic, which does not compile.
         with torch._dynamo.config.patch(specialize_float=True), warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # a compiler's advice is nothing to who reads a model
+            warnings.simplefilter("ignore")  # the compiler's advice is of no use to a user
             return function(unit, plan, weights, a, b, live, routing_weight)
     except (torch.OutOfMemoryError, MemoryError):
         raise
-    except Exception as error:  # whatever a compiler of some version may raise on some device
+    except Exception as error:  # compilers raise different errors, by version and device
         _refused.add(kind)
         raise NotCompiledError from error
 
@@ -68,8 +68,9 @@ def compiled_sums(
 def agree(found: TileSums, expected: TileSums, layout: Layout, live: Bool[Tensor, " token"]) -> Bool[Tensor, ""]:
     """Whether two ways of computing the sums of a tile agree within ``EXACTNESS``.
 
-    A neuron's sum is held against itself, plus what its sums of that kind are made of: a gap that is 0 by identity is
-    rounding. A hundredth of the layer's mean is added to that, because the far tails of some activations are rounding too.
+    The difference of a neuron's sum is compared with the sum itself plus the largest energy of its kind, because a gap that
+    is mathematically 0 consists of rounding errors. A hundredth of the layer's mean of these energies is added, because the
+    far tails of some activations consist of rounding errors too.
     """
     neuron = (found.neuron - expected.neuron).abs() <= EXACTNESS * _size(expected.neuron, layout)
     scale, energy = (x.double().where(live, 0.0) for x in (expected.token_scale, expected.token_energy))
@@ -85,7 +86,7 @@ def agree(found: TileSums, expected: TileSums, layout: Layout, live: Bool[Tensor
 
 
 def _size(neuron: Float64[Tensor, "moment d_mlp"], layout: Layout) -> Float64[Tensor, "moment d_mlp"]:
-    """What every sum is held against."""
+    """What the difference of each sum is compared with."""
 
     def largest(*names: str) -> Float64[Tensor, " d_mlp"]:
         return torch.cat([neuron[layout.rows[name]] for name in names]).abs().amax(dim=0)

@@ -1,7 +1,7 @@
-"""Where the largest values sit: each neuron's peak, and the tokens that hold most of a layer's energy.
+"""Where the largest values occur: each neuron's peak, and the tokens of largest energy in a layer.
 
-A pooled number is an average weighted by energy, and a handful of tokens can own it. So beside every sum go the places:
-kept by the rule "the larger one stays", which is associative and commutative like a sum.
+A pooled measure is an average weighted by energy, and a handful of massive-activation tokens can dominate it. So their
+places are kept beside the sums. Keeping the larger of two is associative and commutative, as addition is.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from analysis.sums.batch import Batch
 from analysis.units.registry import Unit
 
 TOP_TOKENS = 16
-"""Tokens of largest energy that are remembered by place."""
+"""Number of tokens of largest energy whose places are kept."""
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """For each neuron, the token on which |r·h| was largest, among all tokens fed, the uncounted first ones included.
+    """For each neuron, the token with the largest |r·h| among all tokens fed to the model, uncounted ones included.
 
     Attributes:
-        values: r·h, a and b there, [3, d_mlp], r the routing weight in a mixture of experts, else 1; NaN for a neuron
-            that has seen nothing.
+        values: r·h, a and b on it, [3, d_mlp], r the routing weight in a mixture of experts, else 1; NaN for a neuron
+            without tokens.
         places: window, position, token id, and 1 if the token was counted, [4, d_mlp].
     """
 
@@ -48,13 +48,13 @@ class Peaks:
         places: Int64[Tensor, "4 token"],
         routing_weight: Float[Tensor, " token"] | None = None,
     ) -> "Peaks":
-        """The peaks of tokens in reading order, on their device; the routing weights are 1 if None."""
+        """The peaks over tokens in reading order, on their device; routing weights are 1 if None."""
         h = unit(a, b) if routing_weight is None else unit(a, b) * routing_weight[:, None].to(a.dtype)
         at = h.abs().argmax(dim=0)
         return cls(torch.stack([x.gather(0, at[None])[0] for x in (h, a, b)]).double(), places[:, at])
 
     def __add__(self, other: "Peaks") -> "Peaks":
-        """The larger peak of each neuron; of equal ones the earlier."""
+        """The larger peak of each neuron; of equal ones the earlier in reading order."""
         mine, theirs = (peaks.values[0].abs().nan_to_num(nan=-1.0) for peaks in (self, other))
         earlier = reading_order(other.places[:2]) < reading_order(self.places[:2])
         take = (theirs > mine) | ((theirs == mine) & earlier)
@@ -68,8 +68,8 @@ class TopTokens:
     Attributes:
         energy: their energies.
         places: window, position, token id, and the neuron that holds most of the energy, [4, token]; neuron −1 for a
-            token that no expert took.
-        neuron_share: what share of the token's energy that neuron holds.
+            token that was routed to no expert.
+        neuron_share: share of the token's energy that this neuron holds.
     """
 
     energy: Float64[Tensor, " token"]
@@ -95,7 +95,7 @@ class TopTokens:
         value_weight: Float[Tensor, " d_mlp"],
         batch: Batch,
     ) -> "TopTokens":
-        """Of the counted tokens of a batch, on their device; a and b are at all its places."""
+        """Those of the counted tokens of a batch, on their device, given a and b at all its places."""
         energy, index = token_energy.topk(min(TOP_TOKENS, len(token_energy)))
         place = batch.counted[index]
         by_neuron = unit(a[place].double(), b[place].double()).square() * value_weight.double()
@@ -104,13 +104,13 @@ class TopTokens:
 
     @classmethod
     def among(cls, token_energy: Float64[Tensor, " token"], heaviest: "Heaviest", batch: Batch) -> "TopTokens":
-        """The same where the activations are gone."""
+        """The same, where the activations are no longer in memory."""
         energy, index = token_energy.topk(min(TOP_TOKENS, len(token_energy)))
         places = torch.cat([batch.places[:3, batch.counted[index]], heaviest.neuron[index][None]])
         return cls(energy, places, heaviest.energy[index] / energy)
 
     def __add__(self, other: "TopTokens") -> "TopTokens":
-        """The largest of both; of equal ones the earlier."""
+        """The largest of both; of equal ones the earlier in reading order."""
         energy, places = torch.cat([self.energy, other.energy]), torch.cat([self.places, other.places], dim=1)
         share = torch.cat([self.neuron_share, other.neuron_share])
         kept = largest_first(energy, places[:2])[:TOP_TOKENS]
@@ -119,11 +119,11 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class Heaviest:
-    """Of every counted token of a batch, the neuron that holds most of its energy, as experts go by one after the other.
+    """For every counted token of a batch, the neuron that holds most of its energy among the experts added so far.
 
     Attributes:
-        energy: what that neuron holds; −1 before any was seen.
-        neuron: which; −1 before.
+        energy: the energy that this neuron holds; −1 before the first expert.
+        neuron: its index in the layer; −1 before the first expert.
     """
 
     energy: Float64[Tensor, " token"]
@@ -134,20 +134,20 @@ class Heaviest:
         nothing = torch.full((n_tokens,), -1, device=device)
         return cls(nothing.double(), nothing)
 
-    def see(
+    def add(
         self,
         h: Float[Tensor, "part_token d_mlp"],
         value_weight: Float64[Tensor, " d_mlp"],
         tokens: Int64[Tensor, " part_token"],
         first_neuron: int,
     ) -> None:
-        """Take in what the neurons of one expert write on some of the tokens, in place; of equal ones the earlier stays.
+        """Update with the neurons of one expert on some of the tokens, in place; of equal ones the earlier is kept.
 
         Args:
-            h: r·h.
+            h: r·h of the expert's neurons on these tokens.
             value_weight: w.
-            tokens: which tokens these are.
-            first_neuron: of the expert.
+            tokens: indices of these tokens among the counted ones.
+            first_neuron: index in the layer of the expert's first neuron.
         """
         if not len(tokens):
             return
@@ -158,11 +158,11 @@ class Heaviest:
 
 
 def reading_order(places: Int64[Tensor, "2 place"]) -> Int64[Tensor, " place"]:
-    """One number by which places sort: by window, then by position."""
+    """A sort key for places: by window, then by position."""
     return places[0] * 2**32 + places[1]
 
 
 def largest_first(sizes: Float64[Tensor, " place"], places: Int64[Tensor, "2 place"]) -> Int64[Tensor, " place"]:
-    """Indices by size, largest first; of equal ones the earlier."""
+    """Indices sorted by size, largest first; of equal ones the earlier in reading order first."""
     earliest = reading_order(places).argsort(stable=True)
     return earliest[sizes[earliest].argsort(descending=True, stable=True)]

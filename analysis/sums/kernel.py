@@ -1,55 +1,33 @@
-"""The sums of ``analysis.sums.tiled`` fused into one pass over the activations, for a CPU.
+"""The sums of ``analysis.sums.tiled`` fused into one pass over the activations, compiled by numba for a CPU.
 
-Every sum needs a and b of a token once, but a torch expression per sum reads and writes them a hundred times. Here numba
-compiles the whole inner loop. A tile of 256 tokens is turned so that a neuron's tokens are adjacent; then one neuron after
-the other goes through all its sums while its 256 values of a and b stay in the first-level cache. The loops over a neuron's
-tokens are short and without branches: each becomes vector instructions, for which even exp is written out.
+Every sum needs a and b of a token once, but one torch expression per sum would read and write them a hundred times. Here
+the whole inner loop is compiled. A tile of at most 256 tokens is transposed so that a neuron's tokens are adjacent; then
+each neuron in turn goes through all its sums while its values of a and b stay in the L1 cache. The loops over a neuron's
+tokens are short and without branches, so that each becomes vector instructions; for this even exp is written out.
 
-Products are float32, summed over at most 256 tokens in the lanes of a vector, then float64, as in ``analysis.sums.tiled``.
-``tests/analysis/test_fused.py`` holds every sum against that in float64.
+Products are float32 and summed over at most 256 tokens in float32, in the lanes of a vector; tiles are added in float64, as
+in ``analysis.sums.tiled``, whose float64 results every sum is tested against.
+
+All compiled code is in this file, because numba's cache on disk does not notice changes elsewhere. ``FusedReducer`` in
+``analysis.sums.reducers`` calls it.
 """
 
 import math
-import os
-import threading
 from collections import namedtuple
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import groupby, pairwise
-from operator import itemgetter
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import numba
 import numpy as np
-import torch
-from jaxtyping import Float, Float32, Float64, Int32, Int64
+from jaxtyping import Float32, Float64, Int32, Int64
 from llvmlite import binding
 from numba import njit
 from numpy import ndarray
-from torch import Tensor
 
-from analysis.sums.batch import Batch
-from analysis.sums.extremes import Peaks
 from analysis.sums.layout import MAIN_SCALES, Layout
-from analysis.sums.reducer import Reducer, TokenSums, Totals
-from analysis.sums.tiled import TileReducer
-from analysis.units.registry import GatedUnit, Unit
-from analysis.weights.geometry import Geometry, PermutedPairs
 
-TILE = 256
-"""Tokens in a tile. One that is not full is padded with a = b = 0, which adds nothing to any sum but the counted signs."""
-EXPERT_TILE = 64
-"""Tokens in a short tile, for experts, which see few at a time: shorter ones would be hardly less work."""
 STEP = 16
-"""Lengths of tiles are multiples of it: the tokens that the widest vectors hold."""
-ROOM = 16
-"""Floats between rows: rows a power of two apart would fall into the same lines of a cache."""
-NEURONS_AT_ONCE = 128
-"""Neurons whose parts of a token's sums are added up in float32."""
-TILE_BYTES = 2**24
-"""Memory for the tiles that are turned at once."""
-
+"""Tile lengths are multiples of this, the number of float32 values in the widest vector register."""
 KINDS = {
     name: kind
     for kind, name in enumerate(
@@ -68,7 +46,7 @@ KINDS = {
         )
     )
 }
-"""The activations that are written out below, by their canonical names."""
+"""The activations that are implemented below, by their canonical names, with the number that selects each."""
 
 _f, _i = np.float32, np.int32
 _LINEAR, _RELU, _LEAKY, _RELU2, _GELU, _GELU_TANH, _QUICK, _SILU, _SIGMOID, _TANH, _SOFTPLUS = KINDS.values()
@@ -79,11 +57,11 @@ _ROOT_HALF, _GAUSS = _f(math.sqrt(0.5)), _f(1 / math.sqrt(2 * math.pi))
 _TANH_LINEAR, _TANH_CUBIC = _f(2 * math.sqrt(2 / math.pi)), _f(2 * math.sqrt(2 / math.pi) * 0.044715)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = _f(1.4426950408889634), _f(0.693359375), _f(-2.12194440e-4)
 _STEEPEST = _f(87)
-_TO_INTEGER = _f(1.5 * 2**23)  # adding it leaves the nearest integer in the last bits
+_TO_INTEGER = _f(1.5 * 2**23)  # adding it leaves the nearest integer in the lowest bits
 
 
 def _wide_vectors() -> None:
-    """Have numba use whole AVX-512 registers where there are any: LLVM takes halves of them unless told, a fifth slower."""
+    """Let numba use full AVX-512 registers where the CPU has them: by default LLVM uses half of each, a fifth slower."""
     features, config = binding.get_host_cpu_features(), vars(numba.config)
     if features.get("avx512f") and not (config["CPU_NAME"] or config["CPU_FEATURES"]):
         config["CPU_NAME"] = binding.get_host_cpu_name()
@@ -95,26 +73,26 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _compiled(*fastmath: str) -> Callable[[_Function], _Function]:
-    """Compiled when it is first called, and kept on disk where that can be written."""
-    # All memory is made outside, so references need not be counted: each count is an atomic instruction.
+    """A decorator: compile on the first call, and cache on disk where a cache directory is writable."""
+    # All memory is allocated by the caller, so no references are counted: each count would be an atomic instruction.
     options = {"nogil": True, "error_model": "numpy", "_nrt": False, "fastmath": set(fastmath)}
 
     def compiled(function: _Function) -> _Function:
         try:
             return njit(cache=True, **options)(function)
-        except RuntimeError:  # numba found no place for it
+        except RuntimeError:  # numba found no writable cache directory
             return njit(**options)(function)
 
     return compiled
 
 
-# Sums may be reassociated, which is what makes vectors of them; NaN and infinity must survive, they tell of overflow.
+# Sums may be reassociated, which allows vector instructions; NaN and infinity must survive, they indicate overflow.
 _fast, _exact = _compiled("reassoc", "nsz", "contract", "arcp", "afn"), _compiled("contract")
 
 
 @_exact
 def _exp(x):  # type: ignore[no-untyped-def]
-    """e^x to 1e-7, with x held within ±87: a polynomial on [−ln 2 / 2, ln 2 / 2] and a power of two (as in Cephes)."""
+    """e^x to a relative 1e-7, x clamped to ±87: a polynomial on [−ln 2 / 2, ln 2 / 2] and a power of two (as in Cephes)."""
     x = x if x > -_STEEPEST else -_STEEPEST
     x = x if x < _STEEPEST else _STEEPEST
     shifted = _f(x * _LOG2_E + _TO_INTEGER)
@@ -132,7 +110,8 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 @_fast
 def _activate(kind, scale, over, s, z, out, steps):  # type: ignore[no-untyped-def]
-    """Row out of s = σ(scale·z)/over of row z."""
+    """Write σ(scale·z)/over to row ``out`` of s, z its row of that number."""
+    # Long because each activation has a loop of its own: a branch inside one loop would prevent vector instructions.
     part = _ONE / over
     if kind == _SILU:
         for t in range(STEP * len(steps)):
@@ -179,7 +158,7 @@ def _activate(kind, scale, over, s, z, out, steps):  # type: ignore[no-untyped-d
 
 @_fast
 def _euler(kind, s, z, out, steps):  # type: ignore[no-untyped-def]
-    """Row out of s = zσ′(z) − σ(z) of row z: 0 where σ is homogeneous."""
+    """Write zσ′(z) − σ(z), which is 0 where σ is homogeneous, to row ``out`` of s; one loop each, as in ``_activate``."""
     if kind == _SILU:
         for t in range(STEP * len(steps)):
             s[out, t] = s[z, t] * s[z, t] * _bell(_exp(-s[z, t]))
@@ -224,7 +203,7 @@ def _bell(e):  # type: ignore[no-untyped-def]
 
 @_exact
 def _normal_cdf(x):  # type: ignore[no-untyped-def]
-    """Φ(x) to 1.2e-7 of itself in either tail, by the rational fit of erfc in Numerical Recipes (erfcc)."""
+    """Φ(x) with relative error 1.2e-7 in either tail, by the rational fit of erfc in Numerical Recipes (erfcc)."""
     y = abs(x) * _ROOT_HALF
     t = _ONE / (_ONE + _HALF * y)
     p = _f(0.17087277)
@@ -240,13 +219,15 @@ def _normal_cdf(x):  # type: ignore[no-untyped-def]
     return _ONE - tail if x > _ZERO else tail
 
 
-class _Scales(NamedTuple):
+class Scales(NamedTuple):
     """The scales of the layout, one entry each.
 
     Attributes:
-        alpha: α; of a limit, anything.
-        is_limit: whether it is one, with the slopes below[i] and above[i] of σ there for a < 0 and a > 0.
-        main: its place among the scales that re-pairings follow, −1 for none.
+        alpha: α; arbitrary for a limit.
+        is_limit: whether the scale is one of the limits 0 and ∞.
+        below, above: the slopes of σ at that limit, for a < 0 and for a > 0.
+        main: index among the scales for which the permutation null is summed, −1 for all others.
+        n_main: how many these are.
     """
 
     alpha: Float32[ndarray, " alpha"]
@@ -257,14 +238,14 @@ class _Scales(NamedTuple):
     n_main: int
 
 
-class _Neurons(NamedTuple):
+class Neurons(NamedTuple):
     """Constants of the layer's neurons.
 
     Attributes:
         weight: w.
-        per_length, squared_length: 1/‖k‖, by which keys are brought to one length, and ‖k‖².
+        per_length, squared_length: 1/‖k‖, which normalizes every key to length 1, and ‖k‖².
         balance: β.
-        partners, pair_balance: partners, and the β of each pair.
+        partners, pair_balance: the partner in each permutation, and the β of each pair.
     """
 
     weight: Float64[ndarray, " d_mlp"]
@@ -275,37 +256,40 @@ class _Neurons(NamedTuple):
     pair_balance: Float32[ndarray, "draw d_mlp"]
 
 
-class _Tiles(NamedTuple):
-    """Tiles with the tokens of a neuron adjacent.
+class Tiles(NamedTuple):
+    """Transposed tiles: the tokens of a neuron are adjacent. Tiles that are not full are padded with zeros.
 
     Attributes:
-        a, b: pre-activations, 0 where a tile is not full.
+        a, b: pre-activations.
         power: Σ_j (b_j/‖k_j‖)² of every token.
-        root: routing weight r of every token, 1 in a dense layer, 0 where a tile is not full.
+        routing_weight: routing weight r of every token, 1 in a dense layer.
         square: r².
-        n_live, first, block: of every tile its tokens, the number of its first one, and its jackknife block.
+        n_tokens: tokens in each tile, without padding.
+        first: index of its first token among the counted tokens of the batch.
+        jackknife_block: its jackknife block.
     """
 
     a: Float32[ndarray, "tile d_mlp token"]
     b: Float32[ndarray, "tile d_mlp token"]
     power: Float32[ndarray, "tile token"]
-    root: Float32[ndarray, "tile token"]
+    routing_weight: Float32[ndarray, "tile token"]
     square: Float64[ndarray, "tile token"]
-    n_live: Int64[ndarray, " tile"]
+    n_tokens: Int64[ndarray, " tile"]
     first: Int64[ndarray, " tile"]
-    block: Int64[ndarray, " tile"]
+    jackknife_block: Int64[ndarray, " tile"]
 
 
-class _Found(NamedTuple):
-    """Where sums go.
+class Buffers(NamedTuple):
+    """Memory that the compiled loop writes to.
 
     Attributes:
-        table, groups, peak_size, peak_at: of every neuron; threads write their own neurons. ``peak_at`` is the number of
-            the token whose |r·h| exceeds ``peak_size``, −1 for none.
+        table, groups: sums of every neuron, shared by all threads, each of which writes its own neurons.
+        peak_size, peak_at: likewise, the largest |r·h| so far, and the index of the counted token of this batch on which it
+            occurred, −1 if it is from an earlier batch.
         pooled, signs: by jackknife block, of one thread.
         tokens: for each tile the parts of every token's sums, of one thread.
-        work, parts, sums, narrow: what a thread works on.
-        kept, kept_at: rows of the table that are kept in ``groups``, and where.
+        work, parts, sums, narrow: working memory of one thread.
+        kept, kept_at: rows of the table that are also summed in ``groups``, and their rows there.
     """
 
     table: Float64[ndarray, "d_mlp moment"]
@@ -323,31 +307,32 @@ class _Found(NamedTuple):
     kept_at: Int32[ndarray, " moment"]
 
 
-_Rows: Any = namedtuple("_Rows", Layout(()).names)  # type: ignore[misc]
-"""The first row of every sum of a layout."""
+FirstRows: Any = namedtuple("FirstRows", Layout(()).names)  # type: ignore[misc]
+"""The first row of each sum of a layout."""
 
-# Rows of s, what a thread works on: one neuron in one tile at a time. Activations are taken of a, b and ab as they are; the
-# other factor of h, and of every h′, carries the routing weight r. So there are r·a, r·b and r·other too, this far behind.
-_A, _B, _OTHER, _GATE, _H, _HH, _AB, _X, _ROOT, _POWER = range(10)
+# Rows of s, the working memory of a thread: one neuron in one tile at a time. Activations are applied to the unweighted
+# a, b and ab; the other factor of h, and of every h′, carries the routing weight r. So r·a, r·b and r·other have rows of
+# their own, ``_WEIGHTED`` rows after the unweighted ones.
+_A, _B, _OTHER, _GATE, _H, _HH, _AB, _X, _ROUTING, _POWER = range(10)
 _WEIGHTED = 10
 _MAIN_GATE = 13
-"""Then, of the scales that re-pairings follow, σ(αa)/α, its square, and its product with σ(a)."""
-_N_ROWS = _MAIN_GATE + 3 * len(MAIN_SCALES)
+"""From this row on, for each main scale: σ(αa)/α, its square, and its product with σ(a)."""
+N_WORK_ROWS = _MAIN_GATE + 3 * len(MAIN_SCALES)
 
 # Parts of a token's sums: Σ_j w_j h_j², then for each of ``Layout.token_measures`` the gap and the energy of h′.
-_LINE = 16
-"""Neurons of a token in one line of the cache."""
-_ENERGY, _EXCHANGE, _PLACEMENT, _BALANCED_EXCHANGE, _BALANCED_PLACEMENT, _EULER, _SCALING = 0, 1, 3, 5, 7, 9, 11
+LINE = 16
+"""Neurons of a token in one cache line."""
+ENERGY, _EXCHANGE, _PLACEMENT, _BALANCED_EXCHANGE, _BALANCED_PLACEMENT, _EULER, _SCALING = 0, 1, 3, 5, 7, 9, 11
 
 
 @_fast
-def _turn(first, last, places, x, scale, turned, power, s, steps):  # type: ignore[no-untyped-def]
-    """x of a tile, of the neurons first to last, with the tokens of a neuron adjacent; adds Σ_j (scale_j x_j)²."""
-    for i in range(_LINE):
+def transpose_tile(first, last, places, x, scale, turned, power, s, steps):  # type: ignore[no-untyped-def]
+    """Transpose x of a tile, neurons first to last, so that a neuron's tokens are adjacent; add Σ_j (scale_j x_j)²."""
+    for i in range(LINE):
         for t in range(len(places), STEP * len(steps)):
             s[i, t] = _ZERO
-    for j0 in range(first, last, _LINE):
-        n = min(_LINE, last - j0)
+    for j0 in range(first, last, LINE):
+        n = min(LINE, last - j0)
         for t in range(len(places)):
             place = places[t]
             for i in range(n):
@@ -361,7 +346,7 @@ def _turn(first, last, places, x, scale, turned, power, s, steps):  # type: igno
 
 @_fast
 def _pre_activations(s, steps):  # type: ignore[no-untyped-def]
-    """Σ a, Σ b, Σ a², Σ b², Σ ab in float64: variances are differences of large numbers."""
+    """Σ a, Σ b, Σ a², Σ b², Σ ab in float64, because variances are differences of large numbers."""
     sa, sb, saa, sbb, sab = 0.0, 0.0, 0.0, 0.0, 0.0
     for t in range(STEP * len(steps)):
         x, y = np.float64(s[_A, t]), np.float64(s[_B, t])
@@ -375,7 +360,7 @@ def _pre_activations(s, steps):  # type: ignore[no-untyped-def]
 
 @_fast
 def _weighted_pre_activations(s, square, steps):  # type: ignore[no-untyped-def]
-    """The same, every token with its r²."""
+    """The same, each token weighted with its r²."""
     sa, sb, saa, sbb, sab = 0.0, 0.0, 0.0, 0.0, 0.0
     for t in range(STEP * len(steps)):
         x, y = np.float64(s[_A, t]), np.float64(s[_B, t])
@@ -390,7 +375,7 @@ def _weighted_pre_activations(s, square, steps):  # type: ignore[no-untyped-def]
 
 @_fast
 def _outputs(s, b, weight, parts, steps):  # type: ignore[no-untyped-def]
-    """h, h² and ab; Σ h², Σ h·ab, Σ (ab)²; and the energy of every token."""
+    """Write h, h² and ab; return Σ h², Σ h·ab, Σ (ab)²; add to the energy of every token."""
     hh, h_ab, abab = _ZERO, _ZERO, _ZERO
     for t in range(STEP * len(steps)):
         h, ab = s[_GATE, t] * s[b, t], s[_A, t] * s[b, t]
@@ -398,13 +383,13 @@ def _outputs(s, b, weight, parts, steps):  # type: ignore[no-untyped-def]
         hh += h * h
         h_ab += h * ab
         abab += ab * ab
-        parts[_ENERGY, t] += weight * h * h
+        parts[ENERGY, t] += weight * h * h
     return hh, h_ab, abab
 
 
 @_fast
 def _quadrants(s, steps):  # type: ignore[no-untyped-def]
-    """Tokens with a > 0, with b > 0 and with both; and the energies by sign."""
+    """The number of tokens with a > 0, with b > 0 and with both; and Σ h² by sign pair."""
     n_a, n_b, n_ab = _ZERO, _ZERO, _ZERO
     e_pp, e_pn, e_np, e_nn = _ZERO, _ZERO, _ZERO, _ZERO
     for t in range(STEP * len(steps)):
@@ -423,7 +408,7 @@ def _quadrants(s, steps):  # type: ignore[no-untyped-def]
 
 @_fast
 def _largest(s, steps):  # type: ignore[no-untyped-def]
-    """max |h|, by the bits of it, which order like integers."""
+    """max |h|, found by comparing the bits, which for non-negative floats are ordered as integers."""
     bits = _i(0)
     for t in range(STEP * len(steps)):
         mine = _i(_f(s[_H, t]).view(np.int32) & 0x7FFFFFFF)
@@ -433,7 +418,7 @@ def _largest(s, steps):  # type: ignore[no-untyped-def]
 
 @_fast
 def _compare(s, x, y, weight, parts, part, steps):  # type: ignore[no-untyped-def]
-    """Σ h′² and Σ (h − h′)² of h′ = xy; and both of every token."""
+    """Σ h′² and Σ (h − h′)² for h′ = xy; add both to the parts of every token."""
     energy, gap = _ZERO, _ZERO
     for t in range(STEP * len(steps)):
         changed = s[x, t] * s[y, t]
@@ -447,7 +432,7 @@ def _compare(s, x, y, weight, parts, part, steps):  # type: ignore[no-untyped-de
 
 @_fast
 def _compare_euler(s, x, b, weight, parts, steps):  # type: ignore[no-untyped-def]
-    """Σ (b(aσ′(a) − σ(a)))², and of every token."""
+    """Σ (b(aσ′(a) − σ(a)))²; add it to the parts of every token."""
     energy = _ZERO
     for t in range(STEP * len(steps)):
         squared = (s[x, t] * s[b, t]) * (s[x, t] * s[b, t])
@@ -458,7 +443,7 @@ def _compare_euler(s, x, b, weight, parts, steps):  # type: ignore[no-untyped-de
 
 @_fast
 def _compare_scaled(s, x, b, weight, parts, part, steps):  # type: ignore[no-untyped-def]
-    """As ``_compare`` for h′ = σ(αa)/α·b; then Σ power·(σ(αa)/α)² and Σ power·σ(a)·σ(αa)/α."""
+    """As ``_compare`` for h′ = σ(αa)/α·b; also Σ power·(σ(αa)/α)² and Σ power·σ(a)·σ(αa)/α."""
     energy, gap, mixed, mixed_product = _ZERO, _ZERO, _ZERO, _ZERO
     for t in range(STEP * len(steps)):
         gate, h = s[x, t], s[_H, t]
@@ -483,8 +468,8 @@ def _mixed(s, steps):  # type: ignore[no-untyped-def]
 
 
 @_fast
-def _repaired(s, a, b, steps):  # type: ignore[no-untyped-def]
-    """With another neuron's b: Σ h², Σ h′² and Σ (h − h′)² of the exchange, and Σ h′² and Σ h·h′ of each main scale."""
+def _permuted(s, a, b, steps):  # type: ignore[no-untyped-def]
+    """With another neuron's b: Σ h², Σ h′² and Σ (h − h′)² for exchange; Σ h′² and Σ h·h′ for each main scale."""
     hh, energy, gap = _ZERO, _ZERO, _ZERO
     s0, s1, s2, p0, p1, p2 = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
     for t in range(STEP * len(steps)):
@@ -503,8 +488,8 @@ def _repaired(s, a, b, steps):  # type: ignore[no-untyped-def]
 
 
 @_fast
-def _repaired_balanced(s, a, b, ratio, steps):  # type: ignore[no-untyped-def]
-    """Σ h′² and Σ (h − h′)² of the exchange h′ = xa, where h is ratio times what it is unbalanced."""
+def _permuted_balanced(s, a, b, ratio, steps):  # type: ignore[no-untyped-def]
+    """Σ h′² and Σ (h − h′)² for exchange in the balanced gauge: h′ = xa, and h is ``ratio`` times its unbalanced value."""
     energy, gap = _ZERO, _ZERO
     for t in range(STEP * len(steps)):
         h, changed = ratio * s[_GATE, t] * s[b, t], s[_X, t] * s[a, t]
@@ -514,28 +499,31 @@ def _repaired_balanced(s, a, b, ratio, steps):  # type: ignore[no-untyped-def]
 
 
 @_fast
-def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weighted):  # type: ignore[no-untyped-def]
+def reduce_neurons(kind, first, last, tiles, neurons, scales, rows, buffers, steps, weighted):  # type: ignore[no-untyped-def]
     """Every sum of the neurons first to last over all tiles.
 
-    ``steps`` and ``weighted`` are constants to the compiler: only their lengths matter. Tiles have STEP·len(steps) tokens,
-    and where ``weighted`` is empty every routing weight is 1.
+    ``steps`` and ``weighted`` are tuples of empty tuples, whose lengths are constants to the compiler: tiles have
+    STEP·len(steps) tokens, and if ``weighted`` is empty every routing weight is 1.
     """
+    # Long because it is one loop nest: all sums of a neuron are taken while its values are in the L1 cache, each by a short
+    # function that is inlined.
     a, b, other = _A + _WEIGHTED * len(weighted), _B + _WEIGHTED * len(weighted), _OTHER + _WEIGHTED * len(weighted)
-    n_draws, n_moments, n_parts = len(neurons.partners), found.table.shape[1], found.tokens.shape[1]
-    s, parts, sums, kept = found.work, found.parts, found.sums, found.narrow
-    a_tiles, jackknife_block_of, first_of, n_live = tiles.a, tiles.block, tiles.first, tiles.n_live
-    b_tiles, power, root, square = tiles.b, tiles.power, tiles.root, tiles.square
+    n_draws, n_moments, n_parts = len(neurons.partners), buffers.table.shape[1], buffers.tokens.shape[1]
+    s, parts, sums, kept = buffers.work, buffers.parts, buffers.sums, buffers.narrow
+    a_tiles, block_of, first_of, n_tokens = tiles.a, tiles.jackknife_block, tiles.first, tiles.n_tokens
+    b_tiles, power, routing_weight, square = tiles.b, tiles.power, tiles.routing_weight, tiles.square
     balance, pair_balance, partners = neurons.balance, neurons.pair_balance, neurons.partners
     squared_length, weights = neurons.squared_length, neurons.weight
     above, alpha, below, is_limit, main_of = scales.above, scales.alpha, scales.below, scales.is_limit, scales.main
     n_main = scales.n_main
-    groups, kept_rows, kept_at, peak_at, peak_size = found.groups, found.kept, found.kept_at, found.peak_at, found.peak_size
-    pooled, signs, table, tokens = found.pooled, found.signs, found.table, found.tokens
-    for tile in range(len(n_live)):
+    groups, kept_rows, kept_at = buffers.groups, buffers.kept, buffers.kept_at
+    peak_at, peak_size = buffers.peak_at, buffers.peak_size
+    pooled, signs, table, tokens = buffers.pooled, buffers.signs, buffers.table, buffers.tokens
+    for tile in range(len(n_tokens)):
         parts[:] = _ZERO
         for t in range(STEP * len(steps)):
-            s[_ROOT, t], s[_POWER, t] = root[tile, t], power[tile, t]
-        sums[rows.weight] = n_live[tile]
+            s[_ROUTING, t], s[_POWER, t] = routing_weight[tile, t], power[tile, t]
+        sums[rows.weight] = n_tokens[tile]
         if len(weighted):
             sums[rows.weight] = 0.0
             for t in range(STEP * len(steps)):
@@ -547,7 +535,7 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weigh
                 s[_A, t], s[_B, t] = a_tiles[tile, j, t], b_tiles[tile, j, t]
             if len(weighted):
                 for t in range(STEP * len(steps)):
-                    s[a, t], s[b, t] = s[_ROOT, t] * s[_A, t], s[_ROOT, t] * s[_B, t]
+                    s[a, t], s[b, t] = s[_ROUTING, t] * s[_A, t], s[_ROUTING, t] * s[_B, t]
             _activate(kind, _ONE, _ONE, s, _A, _GATE, steps)
 
             sa, sb, saa, sbb, sab = (
@@ -561,12 +549,12 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weigh
                     s[_AB, t] = s[_A, t] * s[_B, t]
             n_a, n_b, n_ab, e_pp, e_pn, e_np, e_nn = _quadrants(s, steps)
             sums[rows.count_pp], sums[rows.count_pn], sums[rows.count_np] = n_ab, n_a - n_ab, n_b - n_ab
-            sums[rows.count_nn] = n_live[tile] - n_a - n_b + n_ab
+            sums[rows.count_nn] = n_tokens[tile] - n_a - n_b + n_ab
             sums[rows.energy_pp], sums[rows.energy_pn], sums[rows.energy_np], sums[rows.energy_nn] = e_pp, e_pn, e_np, e_nn
             size = _largest(s, steps)
             if size > peak_size[j]:
                 peak_size[j] = size
-                for t in range(n_live[tile]):
+                for t in range(n_tokens[tile]):
                     if abs(s[_H, t]) == size:
                         peak_at[j] = first_of[tile] + t
                         break
@@ -575,13 +563,13 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weigh
             energy, gap = _compare(s, _X, a, weight, parts, _EXCHANGE, steps)
             sums[rows.exchange], sums[rows.exchange_gap] = energy, gap
             _activate(kind, _ONE, _ONE, s, _AB, _X, steps)
-            energy, gap = _compare(s, _X, _ROOT, weight, parts, _PLACEMENT, steps)
+            energy, gap = _compare(s, _X, _ROUTING, weight, parts, _PLACEMENT, steps)
             sums[rows.placement], sums[rows.placement_gap] = energy, gap
             _activate(kind, beta, beta, s, _B, _X, steps)
             energy, gap = _compare(s, _X, a, weight, parts, _BALANCED_EXCHANGE, steps)
             sums[rows.balanced_exchange], sums[rows.balanced_exchange_gap] = energy, gap
             _activate(kind, beta, beta, s, _AB, _X, steps)
-            energy, gap = _compare(s, _X, _ROOT, weight, parts, _BALANCED_PLACEMENT, steps)
+            energy, gap = _compare(s, _X, _ROUTING, weight, parts, _BALANCED_PLACEMENT, steps)
             sums[rows.balanced_placement], sums[rows.balanced_placement_gap] = energy, gap
             _euler(kind, s, _A, _X, steps)
             sums[rows.euler] = _compare_euler(s, _X, b, weight, parts, steps)
@@ -602,7 +590,7 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weigh
                 energy, gap, mixed, mixed_product = _compare_scaled(s, x, b, weight, parts, _SCALING + 2 * i, steps)
                 sums[rows.scaling + i], sums[rows.scaling_gap + i] = energy, gap
                 sums[rows.mixed_scaling + i] = length * mixed - energy
-                sums[rows.mixed_product + i] = length * mixed_product - (hh + energy - gap) / 2  # the own h·h′
+                sums[rows.mixed_product + i] = length * mixed_product - (hh + energy - gap) / 2  # minus its own h·h′
 
             for draw in range(n_draws):
                 partner, pair_beta = partners[draw, j], pair_balance[draw, j]
@@ -610,9 +598,9 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weigh
                     s[_OTHER, t] = b_tiles[tile, partner, t]
                 if len(weighted):
                     for t in range(STEP * len(steps)):
-                        s[other, t] = s[_ROOT, t] * s[_OTHER, t]
+                        s[other, t] = s[_ROUTING, t] * s[_OTHER, t]
                 _activate(kind, _ONE, _ONE, s, _OTHER, _X, steps)
-                hh, energy, gap, scaled, product = _repaired(s, a, other, steps)
+                hh, energy, gap, scaled, product = _permuted(s, a, other, steps)
                 sums[rows.repaired_hh + draw] = hh
                 sums[rows.repaired_exchange + draw], sums[rows.repaired_exchange_gap + draw] = energy, gap
                 for main in range(n_main):
@@ -620,12 +608,12 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weigh
                     sums[rows.repaired_product + draw * n_main + main] = product[main]
                 ratio = pair_beta / beta
                 _activate(kind, pair_beta, beta, s, _OTHER, _X, steps)
-                energy, gap = _repaired_balanced(s, a, other, ratio, steps)
+                energy, gap = _permuted_balanced(s, a, other, ratio, steps)
                 sums[rows.repaired_balanced_hh + draw] = ratio * ratio * hh
                 sums[rows.repaired_balanced_exchange + draw] = energy
                 sums[rows.repaired_balanced_exchange_gap + draw] = gap
 
-            block = jackknife_block_of[tile]
+            block = block_of[tile]
             group = block * groups.shape[1] // len(pooled)
             for row in range(n_moments):
                 table[j, row] += sums[row]
@@ -641,236 +629,3 @@ def _reduce(kind, first, last, tiles, neurons, scales, rows, found, steps, weigh
         for part in range(n_parts):
             for t in range(STEP * len(steps)):
                 tokens[tile, part, t] += parts[part, t]
-
-
-class FusedReducer(Reducer):
-    """Reduces batches of (a, b) of one layer on the CPU, on as many threads as torch has."""
-
-    kind, dtype = "fused", torch.float32
-
-    def __init__(self, unit: GatedUnit, layout: Layout, geometry: Geometry, pairing: PermutedPairs) -> None:
-        """As ``TileReducer``, with an activation that is one of ``KINDS``."""
-        self.unit, self.layout = unit, layout
-        self.value_weight = geometry.value_weight
-        self._kind = KINDS[unit.activation.name]
-        self._neurons = _Neurons(
-            geometry.value_weight.numpy(),
-            torch.where(geometry.norm_k > 0, 1 / geometry.norm_k, 0.0).float().numpy(),
-            geometry.norm_k.square().numpy(),
-            geometry.balance.float().numpy(),
-            pairing.partners.int().numpy(),
-            pairing.balance.float().numpy(),
-        )
-        self._scales = _scales_of(unit, layout)
-        self._rows = _Rows(*(layout.rows[name].start for name in layout.names))
-        self._kept = layout.kept_rows("cpu").int().numpy()
-
-    def add(
-        self, a: Float[Tensor, "place d_mlp"], b: Float[Tensor, "place d_mlp"], batch: Batch, totals: Totals
-    ) -> TokenSums:
-        """As ``Reducer.add``."""
-        a, b = a.float().contiguous(), b.float().contiguous()
-        known, peak_at = totals.peak_size.clone(), np.full(a.shape[1], -1)
-        parts = np.zeros((1 + 2 * len(self.layout.token_measures), len(batch.counted)))
-        shares, weighted = _shares(a.shape[1]), () if batch.routing_weight is None else ((),)
-        for tile, group in _tiled(batch, a.shape[1]):
-            tiles = self._tiles(a.numpy(), b.numpy(), batch, group, shares, tile)
-
-            def reduce(first: int, last: int, tiles: _Tiles = tiles, tile: int = tile) -> _Found:
-                found = _Found(
-                    totals.table.numpy(),
-                    totals.groups.numpy(),
-                    totals.peak_size.numpy(),
-                    peak_at,
-                    np.zeros(totals.pooled.shape),
-                    np.zeros(totals.signs.shape),
-                    np.zeros((len(tiles.first), len(parts), tile)),
-                    _aligned(_N_ROWS, tile + ROOM),
-                    _aligned(len(parts), tile + ROOM),
-                    np.zeros(self.layout.size),
-                    np.zeros(self.layout.by_neuron_and_group.size, np.float32),
-                    *self._kept,
-                )
-                layer, constants = (self._neurons, self._scales, self._rows), (_steps(tile), weighted)
-                for some in range(first, last, NEURONS_AT_ONCE):
-                    until = min(some + NEURONS_AT_ONCE, last)
-                    _reduce(self._kind, some, until, tiles, *layer, found, *constants)
-                return found
-
-            for found in _on_threads(reduce, shares):
-                totals.pooled += torch.from_numpy(found.pooled)
-                totals.signs += torch.from_numpy(found.signs)
-                for (first, last, _), sums in zip(group, found.tokens, strict=True):
-                    parts[:, first:last] += sums[:, : last - first]
-        self._raise_peaks(totals, peak_at, a, b, batch, known)
-        return self._token_sums(torch.from_numpy(parts))
-
-    def _tiles(
-        self,
-        a: Float32[ndarray, "place d_mlp"],
-        b: Float32[ndarray, "place d_mlp"],
-        batch: Batch,
-        pieces: Sequence["Piece"],
-        shares: Sequence[tuple[int, int]],
-        tile: int,
-    ) -> _Tiles:
-        """These stretches of counted tokens, turned."""
-        counted, n_live = batch.counted.numpy(), np.array([last - first for first, last, _ in pieces])
-        root = (np.arange(tile) < n_live[:, None]).astype(np.float32)
-        if batch.routing_weight is not None:
-            weight = batch.routing_weight.float().numpy()
-            for row, (first, last, _) in zip(root, pieces, strict=True):
-                row[: last - first] = weight[counted[first:last]]
-        turned_a, turned_b = _room(len(pieces), a.shape[1], tile + ROOM)
-        tiles = _Tiles(
-            a=turned_a,
-            b=turned_b,
-            power=np.zeros((len(pieces), tile), np.float32),
-            root=root,
-            square=np.square(root, dtype=np.float64),
-            n_live=n_live,
-            first=np.array([first for first, _, _ in pieces]),
-            block=np.array([block for _, _, block in pieces]),
-        )
-
-        def turn(first: int, last: int) -> Float32[ndarray, "tile token"]:
-            power, unused, s = _aligned(len(pieces), tile), _aligned(tile), _aligned(_LINE, tile + ROOM)
-            for at, (start, stop, _) in enumerate(pieces):
-                there = first, last, counted[start:stop]
-                _turn(*there, a, neurons.per_length, tiles.a[at], unused, s, _steps(tile))
-                _turn(*there, b, neurons.per_length, tiles.b[at], power[at], s, _steps(tile))
-            return power
-
-        neurons = self._neurons
-        for power in _on_threads(turn, shares):
-            tiles.power[:] += power
-        return tiles
-
-    def _token_sums(self, parts: Float64[Tensor, "part token"]) -> TokenSums:
-        """Both sums of every ratio from the parts that tiles give."""
-        energy, gap, changed = parts[_ENERGY], parts[1::2], parts[2::2]
-        scale = 2 * (changed + energy)
-        euler = self.layout.token_measures.index("euler")
-        scale[euler] = gap[euler] + energy
-        return TokenSums(gap, scale, energy)
-
-    def _raise_peaks(
-        self,
-        totals: Totals,
-        peak_at: Int64[ndarray, " d_mlp"],
-        a: Float32[Tensor, "place d_mlp"],
-        b: Float32[Tensor, "place d_mlp"],
-        batch: Batch,
-        known: Float32[Tensor, " d_mlp"],
-    ) -> None:
-        """Take in the counted tokens on which |r·h| was larger than was known before, and those that are not counted."""
-        neuron = torch.from_numpy(np.flatnonzero(peak_at >= 0))
-        place = batch.counted[torch.from_numpy(peak_at)[neuron]]
-        x, y = a[place, neuron], b[place, neuron]
-        root = batch.routing_weight
-        h = self.unit(x, y) if root is None else self.unit(x, y) * root[place].float()
-        totals.peaks.values[:, neuron] = torch.stack([h, x, y]).double()
-        totals.peaks.places[:, neuron] = batch.places[:, place]
-        aside = batch.uncounted
-        if not len(aside):
-            return
-        of_aside = Peaks.of(a[aside], b[aside], self.unit, batch.places[:, aside], None if root is None else root[aside])
-        if bool((of_aside.values[0].abs() > known).any()):
-            torch.maximum(totals.peak_size, of_aside.values[0].abs().float(), out=totals.peak_size)
-            totals.raise_peaks(of_aside)
-
-
-def reducer_of(
-    unit: Unit, layout: Layout, geometry: Geometry, pairing: PermutedPairs, device: torch.device, dtype: torch.dtype
-) -> Reducer:
-    """The fastest reducer for activations of this dtype on this device.
-
-    On a CPU what the fused loop does not take is summed eagerly: to compile it would take longer than most runs.
-    """
-    if isinstance(unit, GatedUnit) and unit.activation.name in KINDS and device.type == "cpu" and dtype != torch.float64:
-        return FusedReducer(unit, layout, geometry, pairing)
-    return TileReducer(unit, layout, geometry, pairing, device, dtype, compiled=device.type == "cuda")
-
-
-def _scales_of(unit: GatedUnit, layout: Layout) -> _Scales:
-    limits = {0.0: unit.activation.slope_at_zero, math.inf: unit.activation.slope_at_infinity}
-    slopes = [limits.get(alpha) or (0.0, 0.0) for alpha in layout.alphas]
-    main = layout.main_alphas
-    return _Scales(
-        alpha=np.array([1.0 if alpha in limits else alpha for alpha in layout.alphas], np.float32),
-        is_limit=np.array([alpha in limits for alpha in layout.alphas], np.int32),
-        below=np.array([below for below, _ in slopes], np.float32),
-        above=np.array([above for _, above in slopes], np.float32),
-        main=np.array([main.index(alpha) if alpha in main else -1 for alpha in layout.alphas], np.int32),
-        n_main=len(main),
-    )
-
-
-_kept = threading.local()
-
-
-def _room(*shape: int) -> Sequence[Float32[ndarray, "tile d_mlp room"]]:
-    """Memory for turned tiles, kept from batch to batch: fresh memory costs more than what is written to it."""
-    size = math.prod(shape)
-    if getattr(_kept, "size", 0) < size:
-        _kept.size, _kept.room = size, [_aligned(size) for _ in range(2)]
-    return [room[:size].reshape(shape) for room in _kept.room]
-
-
-@cache
-def _steps(tile: int) -> tuple[tuple[()], ...]:
-    """A tuple whose length says how long a tile is, so that this is known when the loop is compiled."""
-    return ((),) * (tile // STEP)  # of nothing, which costs nothing to hand over
-
-
-def _aligned(*shape: int) -> Float32[ndarray, "..."]:
-    """Zeros that begin with a line of the cache, as torch gives memory and numpy does not."""
-    return torch.zeros(shape).numpy()
-
-
-Piece = tuple[int, int, int]
-"""First counted token, last + 1, jackknife block."""
-
-
-def _tiled(batch: Batch, d_mlp: int) -> Iterator[tuple[int, list[Piece]]]:
-    """What goes into tiles, in order, as many at once as there is memory for; and how long these tiles are.
-
-    A run of an expert's tokens that is shorter than half a tile, or what is left of one, goes into short tiles.
-    """
-    pieces = ((TILE, piece) for piece in batch.pieces(TILE))
-    if batch.routing_weight is not None:
-        pieces = (sized for _, piece in pieces for sized in _cut(*piece))
-    for tile, same in groupby(pieces, key=itemgetter(0)):
-        group = [piece for _, piece in same]
-        at_once = max(1, TILE_BYTES // (2 * 4 * tile * d_mlp))
-        for start in range(0, len(group), at_once):
-            yield tile, group[start : start + at_once]
-
-
-def _cut(first: int, last: int, block: int) -> Iterator[tuple[int, Piece]]:
-    """A piece as one long tile, or as short ones where these are less work."""
-    if last - first > 2 * EXPERT_TILE:
-        yield TILE, (first, last, block)
-        return
-    for start in range(first, last, EXPERT_TILE):
-        yield EXPERT_TILE, (start, min(start + EXPERT_TILE, last), block)
-
-
-def _shares(n_neurons: int) -> list[tuple[int, int]]:
-    """The neurons of each thread."""
-    edges = np.linspace(0, n_neurons, min(torch.get_num_threads(), n_neurons) + 1).astype(int).tolist()
-    return list(pairwise(edges))
-
-
-_T = TypeVar("_T")
-
-
-def _on_threads(function: Callable[[int, int], _T], shares: Sequence[tuple[int, int]]) -> list[_T]:
-    """The function of every share, one a thread, the first on this one."""
-    others = [_threads().submit(function, *share) for share in shares[1:]]
-    return [function(*shares[0]), *(other.result() for other in others)]
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="fused")

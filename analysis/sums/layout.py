@@ -1,8 +1,9 @@
-"""The table of sums of a layer: which sums there are, and in which row each stands.
+"""The table of sums of a layer: which sums there are, and the row of each; and the range of scales α.
 
-For h = g(a, b) and a changed version h′ of it, a name alone is Σ h′² and its ``_gap`` is Σ (h − h′)², over counted tokens.
-In a mixture of experts a token counts for the neurons of an expert if it was routed to it, and with the square of its
-routing weight r: what the neuron writes is r·h. Every Σ here is then Σ r²; only the ``count`` rows count each token as one:
+For h = g(a, b) and a changed version h′ of it, the name of a sum stands for Σ h′² and its ``_gap`` for Σ (h − h′)², both
+over counted tokens. In a mixture of experts a token counts for the neurons of an expert if it was routed to it, with the
+square of its routing weight r, because the neuron writes r·h: every Σ here is then Σ r². Only the ``count`` rows count
+tokens:
 
     weight                Σ 1
     a b aa bb ab          first and second moments of the pre-activations
@@ -10,7 +11,7 @@ routing weight r: what the neuron writes is r·h. Every Σ here is then Σ r²; 
     exchange              h′ = g(b, a)
     placement             h′ = g(ab, 1)
     scaling               h′ = g(αa, b/α), one row per α
-    balanced_hh           Σ h̃² with h̃ = g(a, βb)/β, one β a neuron: the balanced gauge, in which stand also
+    balanced_hh           Σ h̃² with h̃ = g(a, βb)/β, one β per neuron: the balanced gauge, as for the next two
     balanced_exchange     h̃′ = g(βb, a)/β
     balanced_placement    h̃′ = g(βab, 1)/β
     euler                 Σ (a ∂g/∂a − b ∂g/∂b)²
@@ -18,15 +19,16 @@ routing weight r: what the neuron writes is r·h. Every Σ here is then Σ r²; 
     count_pp … count_nn   tokens by the signs of (a, b); p means > 0, n means ≤ 0
     energy_pp … energy_nn Σ h² by the same signs
 
-and for the re-paired null, in which a neuron's a meets the b of another neuron of its layer:
+and for the permutation null, in which a neuron's a is combined with the b of another neuron of its layer (``repaired``
+where random permutations are drawn, ``mixed`` where all other neurons are summed):
 
-    repaired_hh, repaired_exchange, …_gap              one row per random pairing
-    repaired_balanced_hh, repaired_balanced_exchange,  the same in the pair's own balanced gauge
+    repaired_hh, repaired_exchange, …_gap              one row per permutation
+    repaired_balanced_hh, repaired_balanced_exchange,  the same in the balanced gauge of each pair
         …_gap
-    repaired_scaling, repaired_product                 in the same pairings Σ g(αa, b/α)² and Σ g(a, b)·g(αa, b/α), one row
-                                                       per pairing and main scale
-    mixed_hh              Σ h² over the pairs with every other neuron, whose b is first brought to the own key's length
-    mixed_scaling         the same of g(αa, b/α), one row per α
+    repaired_scaling, repaired_product                 for the same permutations Σ g(αa, b/α)² and Σ g(a, b)·g(αa, b/α), one
+                                                       row per permutation and main scale
+    mixed_hh              Σ h² over every other neuron's b, its key first rescaled to the length of the neuron's own
+    mixed_scaling         the same for g(αa, b/α), one row per α
     mixed_product         Σ g(a, b)·g(αa, b/α) over the same pairs
 """
 
@@ -38,12 +40,17 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from analysis.errors import UserError
 from analysis.units.registry import Unit
 
 DEFAULT_ALPHAS = (-1.0, 0.125, 0.25, 0.5, 2.0, 4.0, 8.0)
 DEFAULT_DRAWS = 4
+"""Permutations drawn for the permutation null."""
+SMALLEST_ALPHA, LARGEST_ALPHA = 1e-4, 1e4
+"""Range of |α| that can be asked for. Beyond it (αa, b/α) leaves the range of float32; the limits 0 and ∞ show what happens
+there, and are added where a unit has them."""
 MAIN_SCALES = {"scaling_half": 0.5, "scaling_double": 2.0, "scaling_flip": -1.0}
-"""The scales that have columns of their own, by the column's name."""
+"""The main scales: those with columns of their own, by column name."""
 QUADRANTS = ("pp", "pn", "np", "nn")
 
 _ONE_ROW = (
@@ -70,8 +77,8 @@ class Layout:
     Attributes:
         alphas: the scales, one row each in ``scaling``, ``scaling_gap`` and their mixed counterparts; 0 and ∞ are the
             limits.
-        draws: how many random re-pairings of neurons are followed.
-        names: the sums that are kept, in order.
+        draws: number of random permutations for the permutation null.
+        names: the sums in the table, in order.
     """
 
     alphas: tuple[float, ...]
@@ -85,14 +92,14 @@ class Layout:
 
     @property
     def main_alphas(self) -> tuple[float, ...]:
-        """Of the scales, those that have columns of their own."""
+        """Those of the scales that are main scales."""
         return tuple(alpha for alpha in self.alphas if alpha in MAIN_SCALES.values())
 
     @cached_property
     def by_neuron_and_group(self) -> "Layout":
-        """The sums that are also kept for every neuron and group of blocks: few, because they are many.
+        """The sums that are also kept by neuron and group of jackknife blocks: only some, to save memory.
 
-        Re-pairings are added up, and of the scales only the main ones are followed.
+        Permutations are summed, and of the scales only the main ones are included.
         """
         names = (
             *("weight", "a", "b", "aa", "bb", "ab", "hh", "exchange", "exchange_gap", "h_ab", "abab", "mixed_hh"),
@@ -119,16 +126,16 @@ class Layout:
 
     @property
     def token_measures(self) -> tuple[str, ...]:
-        """The measures that are also taken token by token, pooled over the neurons of the layer.
+        """The measures that are also computed token by token, pooled over the neurons of the layer.
 
-        Each is a ratio r = gap / (2·energy of both versions) in [0, 1]; for the Euler residual ρ it is ρ²/(1 + ρ²).
+        Each is a ratio r = gap / (2 (Σ h² + Σ h′²)) in [0, 1]; for the Euler residual ρ it is ρ²/(1 + ρ²).
         """
         fixed = ("exchange", "placement", "balanced_exchange", "balanced_placement", "euler")
         return (*fixed, *(scaling_name(alpha) for alpha in self.alphas))
 
     @cached_property
     def narrowing(self) -> tuple[int, ...]:
-        """Of every row, its place in ``by_neuron_and_group``; −1 for rows that are not kept there."""
+        """The row in ``by_neuron_and_group`` of each row of this layout; −1 for rows that are not included there."""
         kept = self.by_neuron_and_group
         place = [-1] * self.size
         for name in kept.names:
@@ -143,32 +150,39 @@ class Layout:
     def narrow(
         self, table: Float64[Tensor, "moment column"], kept: Int64[Tensor, "2 kept_moment"] | None = None
     ) -> Float64[Tensor, "kept column"]:
-        """Of a whole table, the rows of ``by_neuron_and_group``; with ``kept_rows`` it waits for no device."""
+        """The rows of ``by_neuron_and_group`` of a whole table; given ``kept_rows``, without synchronizing a device."""
         rows, place = self.kept_rows(table.device) if kept is None else kept
         return table.new_zeros(self.by_neuron_and_group.size, table.shape[1]).index_add_(0, place, table[rows])
 
     def kept_rows(self, device: torch.device | str) -> Int64[Tensor, "2 kept_moment"]:
-        """The rows that are kept in ``by_neuron_and_group``, and the place of each there."""
+        """The rows that are included in ``by_neuron_and_group``, and the row of each there."""
         kept = [(row, place) for row, place in enumerate(self.narrowing) if place >= 0]
         return torch.tensor(kept, device=device).T.contiguous()
 
 
 def scaling_name(alpha: float) -> str:
-    """The name under which the scaling asymmetry of single tokens at α is kept."""
+    """The name of the scaling at α in ``Layout.token_measures`` and among the Gaussian nulls."""
     return f"scaling {alpha:g}"
+
+
+def check_alphas(alphas: Sequence[float], remedy: str = "the limits 0 and ∞ are added where they exist") -> None:
+    """Raise UserError if a scale is out of range: 0, infinite, NaN, or |α| outside 1e-4 to 1e4."""
+    wrong = [f"{alpha:g}" for alpha in alphas if not SMALLEST_ALPHA <= abs(alpha) <= LARGEST_ALPHA]
+    if wrong:
+        raise UserError(f"α = {', '.join(wrong)} is out of range, |α| must lie between 1e-4 and 1e4: {remedy}")
 
 
 @dataclass(frozen=True)
 class Sums:
-    """A table of sums read by name; the columns are neurons, blocks, or leave-one-block-out replicates."""
+    """A table of sums read by name; the columns are neurons, jackknife blocks, or jackknife replicates."""
 
     layout: Layout
     values: Float64[Tensor, "moment column"]
 
     def __getitem__(self, name: str) -> Float64[Tensor, "*row column"]:
-        """[column] for one sum; [alpha, column] or [draw, column] where there is one row per scale or per draw.
+        """[column] for one sum; [alpha, column] or [draw, column] for one row per scale or per permutation.
 
-        Where there is one for each of both: [draw·main alpha, column], the scales of a draw together.
+        For one row per permutation and main scale [draw·main alpha, column], the scales of each permutation together.
         """
         rows = self.values[self.layout.rows[name]]
         return rows[0] if name in _ONE_ROW else rows

@@ -1,9 +1,9 @@
 """Moments: the sums over counted tokens from which every measure of a layer is computed.
 
-One forward pass streams (a, b) of shape [token, d_mlp] through an ``Accumulator``; what remains is one float64 table of
-sums per neuron (rows in ``analysis.sums.layout``), the same table pooled over neurons, one column per jackknife block,
+During a forward pass (a, b), of shape [token, d_mlp], go into an ``Accumulator``, which keeps a float64 table of sums for
+every neuron (rows in ``analysis.sums.layout``), the same table pooled over neurons with one column per jackknife block,
 histograms over tokens, and the places of the largest values. Moments of disjoint sets of tokens add, so batches, shards and
-machines combine by ``+``, in any order, and a new measure costs no forward pass.
+machines combine by ``+``, in any order, and a new measure needs no forward pass.
 """
 
 import math
@@ -22,34 +22,34 @@ from analysis.sums.layout import Layout, Sums
 from analysis.sums.reducer import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Reducer, TokenSums, Totals
 
 RATIO_BINS = 4096
-"""Bins that hold the asymmetries r of single tokens, of equal width in √r: a median m is off by at most about √m/2048."""
+"""Bins for the asymmetries r of single tokens, of equal width in √r: the error of a median m is at most about √m/2048."""
 BLOCK_RATIO_BINS = 512
-"""The same by jackknife block, from which only the error of a median is taken."""
+"""The same by jackknife block, used only for the error of a median."""
 _BINS_PER_OCTAVE = 8
 _LOWEST_OCTAVE = -64
 ENERGY_BINS = 128 * _BINS_PER_OCTAVE
-"""Bins that hold tokens of like energy, 8 an octave from 2^-64 to 2^64."""
+"""Bins for tokens of similar energy, 8 per octave from 2^-64 to 2^64."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What was seen of one layer: immutable, and a monoid under ``+`` with ``empty`` as its zero.
+    """The sums of one layer over counted tokens: immutable, and a monoid under ``+`` with ``empty`` as its zero.
 
     Attributes:
         neuron: the sums of each neuron, [moment, d_mlp].
         pooled: the same sums pooled with the value weights w_j, by jackknife block, [moment, block].
-        neuron_groups: the sums of ``layout.by_neuron_and_group`` by group of blocks, for the errors of single neurons.
+        neuron_groups: the sums of ``layout.by_neuron_and_group`` by group of jackknife blocks, for errors of neurons.
         signs: tokens × neurons in each quadrant of (a, b), by jackknife block.
-        blocks: tokens counted, by jackknife block.
-        token_ratios: for each of ``layout.token_measures``, the histogram over tokens of that token's own asymmetry,
+        blocks: counted tokens by jackknife block.
+        token_ratios: for each of ``layout.token_measures``, the histogram over tokens of each token's own value,
             pooled over neurons, [measure, RATIO_BINS].
         token_ratio_blocks: the same by jackknife block in coarser bins.
-        by_energy: sums over the tokens of like energy Σ_j w_j h_j²: their number, their energy, and for each of
+        by_energy: sums over tokens of similar energy Σ_j w_j h_j²: their number, their energy, and for each of
             ``layout.token_measures`` the two sums whose ratio it is, [2 + 2·measure, ENERGY_BINS].
-        peaks: each neuron's largest |h|, and where.
-        top_tokens: the tokens of largest energy, and where.
-        n_tokens: tokens counted.
-        n_sequences: sequences that gave at least one counted token.
+        peaks: each neuron's largest |h|, and its place.
+        top_tokens: the tokens of largest energy, and their places.
+        n_tokens: number of counted tokens.
+        n_sequences: number of sequences with at least one counted token.
     """
 
     neuron: Sums
@@ -93,11 +93,11 @@ class Moments:
         b: Float[Tensor, "pos d_mlp"],
         reduce: Reducer,
         window: Window,
-        block: int,
+        jackknife_block: int,
     ) -> "Moments":
         """The moments of one sequence: see ``Accumulator.add``."""
         accumulator = Accumulator(a.shape[-1], reduce)
-        accumulator.add(a[None], b[None], Batch.of([window], [block], a.device))
+        accumulator.add(a[None], b[None], Batch.of([window], [jackknife_block], a.device))
         return accumulator.moments()
 
     def __add__(self, other: "Moments") -> "Moments":
@@ -108,7 +108,7 @@ class Moments:
         return Moments(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything in it by name, for writing."""
+        """All fields as tensors by name, for writing."""
         named: dict[str, Tensor] = {"counts": torch.tensor([self.n_tokens, self.n_sequences])}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -122,12 +122,12 @@ class Moments:
 
     @classmethod
     def from_tensors(cls, layout: Layout, named: dict[str, Tensor]) -> "Moments":
-        """What ``tensors`` gave; KeyError or ValueError if they are not of this layout."""
+        """The inverse of ``tensors``; KeyError or ValueError if they are not of this layout."""
         neuron = named["neuron"]
         expected = cls.empty(neuron.shape[-1], layout)
         for name, tensor in expected.tensors().items():
-            grows = name.startswith("top_tokens")
-            if tensor.dtype != named[name].dtype or (tensor.shape != named[name].shape and not grows):
+            any_length = name.startswith("top_tokens")
+            if tensor.dtype != named[name].dtype or (tensor.shape != named[name].shape and not any_length):
                 raise ValueError(f"{name} is {tuple(named[name].shape)}, expected {tuple(tensor.shape)}")
         n_tokens, n_sequences = named["counts"].tolist()
         return replace(
@@ -142,7 +142,7 @@ class Moments:
         )
 
     def to(self, device: torch.device | str, copy: bool = False) -> "Moments":
-        """The same with its sums on a device."""
+        """The same, with its sums on a device."""
 
         def moved(values: Any) -> Any:
             if isinstance(values, Sums):
@@ -161,18 +161,18 @@ class Moments:
 
     @property
     def top_energy(self) -> float:
-        """The largest energy of a single token; 0 where there is none."""
+        """The largest energy of a single token; 0 without tokens."""
         return float(self.top_tokens.energy[0]) if len(self.top_tokens.energy) else 0.0
 
     def token_quantile(self, measure: str, q: float) -> float:
-        """A quantile over tokens of one of ``layout.token_measures``; NaN where no token had energy."""
+        """A quantile over tokens of one of ``layout.token_measures``; NaN if no token has energy."""
         return histogram_quantile(self.token_ratios[self.layout.token_measures.index(measure)], q)
 
     def without_top_tokens(self, measure: str, share: float) -> float:
-        """A token measure, pooled as one ratio, without the given share of tokens, those of largest energy.
+        """A token measure, pooled as one ratio, without the given share of the tokens, those of largest energy.
 
-        The number of tokens left out is rounded up. Tokens are binned by energy, 8 bins an octave; a bin that is left out
-        in part loses that part of all its sums.
+        The number of tokens left out is rounded up. Tokens are binned by energy, 8 bins per octave; for a bin of which only
+        a part is left out, all sums are reduced in proportion.
         """
         row = 2 + 2 * self.layout.token_measures.index(measure)
         gap, scale = self.by_energy[row : row + 2] @ self._kept(share)
@@ -185,15 +185,15 @@ class Moments:
 
     @property
     def effective_tokens(self) -> float:
-        """(Σ e)² / Σ e² over the energies e of the tokens: how many tokens carry the energy, effectively.
+        """(Σ e)² / Σ e² over the energies e of the tokens: the effective number of tokens that hold the energy.
 
-        Within an energy bin tokens count as equal.
+        Tokens in one energy bin are taken as equal.
         """
         count, energy = self.by_energy[:2]
         return float(energy.sum() ** 2 / (energy.square() / count.clamp(min=1)).sum())
 
     def _kept(self, share: float) -> Float64[Tensor, " energy_bin"]:
-        """What part of every energy bin stays when the share of tokens with the largest energy goes."""
+        """The fraction of every energy bin that remains without the given share of tokens of largest energy."""
         counts = self.by_energy[0].flip(0)
         before = counts.cumsum(0) - counts
         left_out = (math.ceil(share * self.n_tokens) - before).clamp(min=0).minimum(counts)
@@ -201,18 +201,18 @@ class Moments:
 
 
 Part = tuple[int, Tensor, Tensor, Tensor, Tensor]
-"""What one expert sees of a batch: its number among the reducers, a and b [routed, d_expert], the places of its tokens and
-their routing weights [routed]. Checking shapes here would take all experts to see equally many tokens."""
+"""The part of a batch that is routed to one expert: the index of its reducer, a and b [routed, d_expert], the places of its
+tokens and their routing weights [routed]. Shapes are not annotated, because ``routed`` differs between experts."""
 
 
 class Accumulator:
-    """The moments of one layer as they grow, on the device of the activations; nothing waits for that device."""
+    """Accumulates the moments of one layer on the device of the activations, without synchronizing it."""
 
     def __init__(self, d_mlp: int, reduce: Reducer | Sequence[Reducer]) -> None:
         """
         Args:
             d_mlp: neurons of the layer.
-            reduce: what reduces them; in a mixture of experts one reducer each, in the order of their neurons.
+            reduce: the reducer; in a mixture of experts one per expert, in the order of their neurons.
         """
         self._reducers = (reduce,) if isinstance(reduce, Reducer) else tuple(reduce)
         edges = [0, *accumulate(len(reducer.value_weight) for reducer in self._reducers)]
@@ -226,7 +226,7 @@ class Accumulator:
         self._n_tokens, self._n_sequences = 0, 0
 
     def add(self, a: Float[Tensor, "row pos d_mlp"], b: Float[Tensor, "row pos d_mlp"], batch: Batch) -> None:
-        """Take in a batch of a dense layer.
+        """Add a batch of a dense layer.
 
         Args:
             a: gate pre-activations at all its positions, padding included.
@@ -239,11 +239,11 @@ class Accumulator:
         self._take(tokens, TopTokens.of(tokens.energy, a, b, reduce.unit, reduce.value_weight, batch), batch)
 
     def add_experts(self, parts: Iterable[Part], batch: Batch) -> None:
-        """Take in a batch of a mixture of experts; an expert that took no token of it may be left out.
+        """Add a batch of a mixture of experts; experts without tokens in it may be omitted.
 
         Args:
-            parts: what the experts see, one after the other: only one expert's activations are held at a time. Row i of a
-                and b is ``places[i]`` of the batch, and places are those that ``Batch.routed`` takes.
+            parts: one for each expert; an iterator keeps only one expert's activations in memory at a time. Row i of a
+                and b is ``places[i]`` of the batch; for the places see ``Batch.routed``.
             batch: its windows.
         """
         layout, device = self._by_token.layout, self._totals.table.device
@@ -255,16 +255,16 @@ class Accumulator:
             assert routed.routing_weight is not None
             tokens.add_at(routed.ranks, reduce.add(a, b, routed, self._totals.of(neurons)))
             a, b, weight = (x[routed.counted].to(reduce.dtype) for x in (a, b, routed.routing_weight))
-            heaviest.see(reduce.unit(a, b) * weight[:, None], reduce.value_weight, routed.ranks, neurons.start)
+            heaviest.add(reduce.unit(a, b) * weight[:, None], reduce.value_weight, routed.ranks, neurons.start)
         self._take(tokens, TopTokens.among(tokens.energy, heaviest, batch), batch)
 
     def _take(self, tokens: TokenSums, top_tokens: TopTokens, batch: Batch) -> None:
-        """Take in what the tokens of a batch give."""
+        """Add the sums of the tokens of a batch."""
         total = self._by_token
         self._top_tokens += top_tokens
-        root = (tokens.gap / tokens.scale).sqrt()
-        _count(total.token_ratios, root)
-        _count(total.token_ratio_blocks, root, batch.blocks)
+        square_root = (tokens.gap / tokens.scale).sqrt()
+        _count(total.token_ratios, square_root)
+        _count(total.token_ratio_blocks, square_root, batch.blocks)
         parts = torch.stack([tokens.gap, tokens.scale], dim=1).flatten(0, 1)
         parts = torch.cat([torch.ones_like(tokens.energy)[None], tokens.energy[None], parts])
         total.by_energy.index_add_(1, _energy_bin(tokens.energy), parts)
@@ -279,11 +279,11 @@ class Accumulator:
 
     @property
     def is_finite(self) -> Bool[Tensor, ""]:
-        """Whether everything taken in so far was finite; on the device, where asking does not wait."""
+        """Whether everything added so far was finite; a tensor on the device, so that no synchronization is needed."""
         return self._totals.pooled.sum().isfinite()
 
     def moments(self) -> Moments:
-        """What was seen until now."""
+        """The moments of everything added so far, on the CPU."""
         totals, layout = self._totals, self._by_token.layout
         return replace(
             self._by_token.to("cpu", copy=True),
@@ -300,25 +300,25 @@ class Accumulator:
 
 def _count(
     histogram: Int64[Tensor, "measure *block bin"],
-    root: Float64[Tensor, "measure token"],
-    block: Int64[Tensor, " token"] | None = None,
+    square_root: Float64[Tensor, "measure token"],
+    jackknife_block: Int64[Tensor, " token"] | None = None,
 ) -> None:
-    """Add every token's bin of √r; a token without any energy has no ratio and is left out."""
+    """Count every token in its bin of √r; a token without energy has no ratio and is not counted."""
     n_measures, n_bins = histogram.shape[0], histogram.shape[-1]
-    bins = (root * n_bins).nan_to_num(nan=0.0).long().clamp(max=n_bins - 1)
-    if block is not None:
-        bins = bins + n_bins * block
+    bins = (square_root * n_bins).nan_to_num(nan=0.0).long().clamp(max=n_bins - 1)
+    if jackknife_block is not None:
+        bins = bins + n_bins * jackknife_block
     bins = bins + torch.arange(n_measures, device=bins.device)[:, None] * (histogram.numel() // n_measures)
-    histogram.view(-1).index_add_(0, bins.flatten(), (~root.isnan()).long().flatten())
+    histogram.view(-1).index_add_(0, bins.flatten(), (~square_root.isnan()).long().flatten())
 
 
 def _energy_bin(energy: Float64[Tensor, " token"]) -> Int64[Tensor, " token"]:
-    octave = energy.log2().clamp(min=_LOWEST_OCTAVE)  # a token without energy stands in the lowest bin
+    octave = energy.log2().clamp(min=_LOWEST_OCTAVE)  # a token without energy is in the lowest bin
     return ((octave - _LOWEST_OCTAVE) * _BINS_PER_OCTAVE).nan_to_num(nan=0.0).clamp(0, ENERGY_BINS - 1).long()
 
 
 def histogram_quantile(counts: Int64[Tensor, " bin"], q: float) -> float:
-    """A quantile of the values whose square roots were histogrammed, evenly within bins; NaN when nothing was counted.
+    """A quantile of values whose square roots were counted in bins, spaced evenly within each; NaN for empty bins.
 
     Between two values it is interpolated linearly, as numpy does.
     """

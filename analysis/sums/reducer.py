@@ -1,7 +1,7 @@
-"""What a batch of activations is reduced to, and by what: the contract between ``Accumulator`` and its reducers.
+"""What reduces a batch of activations to sums, and the sums it adds to: the interface between ``Accumulator`` and reducers.
 
-``analysis.sums.tiled`` has the one for every device, precision and unit, in torch; ``analysis.sums.kernel`` the fast one
-for a CPU.
+``analysis.sums.tiled`` has the reducer for every device, precision and unit, in torch; ``analysis.sums.reducers`` the fast
+one for a CPU.
 """
 
 from abc import ABC, abstractmethod
@@ -17,22 +17,22 @@ from analysis.sums.layout import Layout
 from analysis.units.registry import Unit
 
 N_JACKKNIFE_BLOCKS = 16
-"""Blocks of consecutive sequences that the jackknife leaves out one by one."""
+"""Jackknife blocks of consecutive sequences, which are left out one at a time."""
 N_JACKKNIFE_GROUPS = 8
-"""Groups of consecutive blocks, left out one by one for the errors of single neurons."""
+"""Groups of consecutive jackknife blocks, left out one at a time for the errors of single neurons."""
 
 
 @dataclass
 class Totals:
-    """The sums of a layer as they grow, added to in place, on the device of the activations.
+    """The running sums of a layer, updated in place, on the device of the activations.
 
     Attributes:
-        table: the layout's sums of each neuron.
+        table: the sums of the layout for each neuron.
         pooled: the same pooled with the value weights, by jackknife block.
-        groups: the sums of ``layout.by_neuron_and_group`` of each neuron by group of blocks.
+        groups: the sums of ``layout.by_neuron_and_group`` for each neuron, by group of jackknife blocks.
         signs: tokens × neurons in each quadrant, by jackknife block.
         peaks: each neuron's largest |r·h|.
-        peak_size: the same as a reducer itself computes it, by which equal ones are known as equal; −1 for none.
+        peak_size: |r·h| of the peaks as the reducer computes it, so that equal values compare as equal; −1 for none.
     """
 
     table: Float64[Tensor, "d_mlp moment"]
@@ -57,13 +57,13 @@ class Totals:
         )
 
     def of(self, neurons: slice) -> "Totals":
-        """Those of some neurons; what is added to them is added here."""
+        """A view of the totals of some neurons."""
         peaks = Peaks(self.peaks.values[:, neurons], self.peaks.places[:, neurons])
         groups, peak_size = self.groups[neurons], self.peak_size[neurons]
         return Totals(self.table[neurons], self.pooled, groups, self.signs, peaks, peak_size)
 
     def raise_peaks(self, peaks: Peaks) -> None:
-        """Take in peaks of its neurons."""
+        """Replace peaks by larger ones, in place."""
         total = self.peaks + peaks
         self.peaks.values.copy_(total.values)
         self.peaks.places.copy_(total.places)
@@ -71,11 +71,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class TokenSums:
-    """What every token of a batch gives.
+    """The sums over neurons for every counted token of a batch.
 
     Attributes:
-        gap, scale: for each of the layout's token measures and every token, the two sums over neurons whose ratio is the
-            token's number.
+        gap, scale: for each of the layout's token measures, the two sums whose ratio is the token's value.
         energy: Σ_j w_j h_j² of every token, the squared routing weight included, as in the others.
     """
 
@@ -85,23 +84,23 @@ class TokenSums:
 
     @classmethod
     def empty(cls, n_measures: int, n_tokens: int, device: torch.device | str = "cpu") -> "TokenSums":
-        """Tokens of which nothing has been seen yet."""
+        """Sums of 0 for every token."""
         gap, scale = torch.zeros(2, n_measures, n_tokens, dtype=torch.float64, device=device)
         return cls(gap, scale, torch.zeros(n_tokens, dtype=torch.float64, device=device))
 
     def add_at(self, tokens: Int64[Tensor, " part_token"], part: "TokenSums") -> None:
-        """Add what some neurons give on some of the tokens, in place."""
+        """Add the sums of some neurons for some of the tokens, in place."""
         self.gap.index_add_(1, tokens, part.gap)
         self.scale.index_add_(1, tokens, part.scale)
         self.energy.index_add_(0, tokens, part.energy)
 
 
 class Reducer(ABC):
-    """What reduces batches of (a, b) of one layer to sums.
+    """Reduces batches of (a, b) of one layer to sums.
 
     Attributes:
         unit: g.
-        layout: which sums there are.
+        layout: which sums to compute.
         value_weight: w, on the device of the activations.
         dtype: precision of the products.
         kind: how it computes: "fused", "compiled" or "eager".
@@ -123,8 +122,8 @@ class Reducer(ABC):
             a: gate pre-activations at all places of the batch, padding included.
             b: up pre-activations.
             batch: which places are counted, in which jackknife block, and with which routing weight.
-            totals: what is added to.
+            totals: the running sums, updated in place.
 
         Returns:
-            what its counted tokens give, in reading order.
+            the sums of its counted tokens, in reading order.
         """

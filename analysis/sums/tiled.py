@@ -1,9 +1,9 @@
-"""Reduces activations tile by tile with torch alone: any unit, any device, any precision.
+"""Reduces activations tile by tile in torch: any unit, any device, any precision.
 
-``analysis.sums.eager`` is eight hundred small operations. On a CPU a tile is 64 tokens, which stay in a core's cache. A GPU
-would spend its time on starting so many: there a tile has thousands of tokens, and they are compiled into a few. Whether
-those are right is proved on the first tile of every layer; where they are not, or do not compile, the eager ones are taken,
-and ``TileReducer.kind`` says so.
+``analysis.sums.eager`` is about eight hundred small operations. On a CPU a tile is 64 tokens, which stay in a core's cache.
+A GPU would spend its time launching kernels: there a tile has thousands of tokens, and the operations are compiled into a
+few kernels. Compiled sums are verified against eager ones on the first tile of every layer; if they disagree, or do not
+compile, eager sums are used, and ``TileReducer.kind`` reports it.
 """
 
 from itertools import groupby
@@ -22,17 +22,17 @@ from analysis.units.registry import Unit
 from analysis.weights.geometry import Geometry, PermutedPairs
 
 TILE = 64
-"""Tokens that are summed in the precision of the products; on a CPU a tile has no more."""
+"""Tokens in a chunk, which are summed in the precision of the products; on a CPU a tile is one chunk."""
 ELEMENTS_ON_A_GPU = 2**24
-"""Tokens × neurons in a tile on a GPU: enough to fill one."""
+"""Tokens × neurons in a tile on a GPU, enough to use all of it."""
 TEMPORARIES = 30
-"""So many numbers are held at once for each of them, when the sums are taken eagerly."""
+"""Numbers held at once for each of these elements when the sums are computed eagerly."""
 MEMORY_SHARE = 0.25
-"""The share of a GPU's free memory that these may take, beside the activations of the batch."""
+"""Share of a GPU's free memory that these may use; the activations of the batch use more of it."""
 
 
 class TileReducer(Reducer):
-    """Reduces (a, b) of one layer."""
+    """Reduces batches of (a, b) of one layer in torch, eagerly or compiled."""
 
     def __init__(
         self,
@@ -49,19 +49,19 @@ class TileReducer(Reducer):
         """
         Args:
             unit: g.
-            layout: which scales and how many re-pairings to follow.
-            geometry: the neurons' norms and balance β_j.
-            pairing: the re-pairings, as many as ``layout.draws``.
+            layout: which sums to compute.
+            geometry: norms and balance β_j of the neurons.
+            pairing: the permuted pairs, ``layout.draws`` permutations.
             device: where the activations are.
-            dtype: precision of the products; of the activations, and at least float32.
-            tile: tokens in a tile, a multiple of ``TILE``; None takes what suits the device.
-            compiled: whether to compile, where the unit can be.
+            dtype: of the activations; products are in this precision, and at least in float32.
+            tile: tokens in a tile, a multiple of ``TILE``; None chooses by device.
+            compiled: whether to compile, for units that can be compiled.
         """
         self.unit, self.layout = unit, layout
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.tile = tile_on(device, len(geometry.norm_k), self.dtype) if tile is None else tile
         if self.tile % TILE:
-            raise ValueError(f"a tile of {self.tile} tokens is no multiple of {TILE}")
+            raise ValueError(f"a tile of {self.tile} tokens is not a multiple of {TILE}")
         self.value_weight = geometry.value_weight.to(device)
         length = geometry.norm_k if unit.up_is_linear else torch.ones_like(geometry.norm_k)
         length = length.to(device, self.dtype)
@@ -75,7 +75,7 @@ class TileReducer(Reducer):
         )
         self._plan, self._kept = Plan.of(layout), layout.kept_rows(device)
         self._counts = [layout.rows[f"count_{quadrant}"] for quadrant in QUADRANTS]
-        self._compiled, self._proved = compiled and unit.can_be_compiled, False
+        self._compiled, self._verified = compiled and unit.can_be_compiled, False
 
     @property
     def kind(self) -> str:  # type: ignore[override]
@@ -86,12 +86,15 @@ class TileReducer(Reducer):
         self, a: Float[Tensor, "place d_mlp"], b: Float[Tensor, "place d_mlp"], batch: Batch, totals: Totals
     ) -> TokenSums:
         """As ``Reducer.add``."""
-        fed, root = batch.fed, batch.routing_weight
+        fed, routing_weight = batch.fed, batch.routing_weight
         if len(fed):
-            seen, weight = (a[fed].to(self.dtype), b[fed].to(self.dtype)), None if root is None else root[fed]
-            totals.raise_peaks(Peaks.of(*seen, self.unit, batch.places[:, fed], weight))
+            pair, weight = (
+                (a[fed].to(self.dtype), b[fed].to(self.dtype)),
+                None if routing_weight is None else routing_weight[fed],
+            )
+            totals.raise_peaks(Peaks.of(*pair, self.unit, batch.places[:, fed], weight))
         tokens = []
-        for block, tiles in groupby(batch.tiles(self.tile, TILE, padded=self._compiled), lambda tile: tile.block):
+        for block, tiles in groupby(batch.tiles(self.tile, TILE, padded=self._compiled), lambda tile: tile.jackknife_block):
             run = []
             for tile in tiles:
                 sums = self._sums(a[tile.places], b[tile.places], tile.live, tile.routing_weight)
@@ -115,7 +118,7 @@ class TileReducer(Reducer):
         live: Bool[Tensor, "chunk token"] | None,
         routing_weight: Float[Tensor, "chunk token"] | None,
     ) -> TileSums:
-        """Compiled sums where they compile and the first were right; the one wait of a layer is for that proof."""
+        """Compiled sums, verified on the first tile; eager ones otherwise. The verification is the only synchronization."""
         layer = self.unit, self._plan, self._weights
         if not self._compiled or live is None:
             return tile_sums(*layer, a, b, live, routing_weight)
@@ -126,16 +129,16 @@ class TileReducer(Reducer):
         except NotCompiledError:
             self._compiled = False
             return tile_sums(*layer, a, b, live, routing_weight)
-        if not self._proved:
+        if not self._verified:
             eager = tile_sums(*layer, a, b, live, routing_weight)
             if not bool(agree(sums, eager, self.layout, live.flatten())):
                 self._compiled, sums = False, eager
-            self._proved = True
+            self._verified = True
         return sums
 
 
 def tile_on(device: torch.device | str, d_mlp: int, dtype: torch.dtype = torch.float32) -> int:
-    """Tokens in a tile, where products are of this dtype."""
+    """Tokens in a tile on this device, for products of this dtype."""
     if torch.device(device).type != "cuda":
         return TILE
     free, _ = torch.cuda.mem_get_info(device)

@@ -7,9 +7,9 @@
     Permutation(π)     the order of the neurons
     ChangeOfBasis(A)   Q_j → Q_j A, K_j → K_j A⁻ᵀ, A any invertible [rank, rank]; r = 1 is the scaling
 
-An action maps a form to a form of the same kind; biases move with the weights they belong to. It is a symmetry where the
-output stays: ``residual`` is the relative change. Exchange and scaling are the symmetries of the rank-1 form
-(Breslow 2026); which of the others stays on which form, and for which σ, is worked out in ``docs/theory.md``.
+An action maps a form to a form of the same kind; biases are transformed with the weights they belong to. It is a symmetry
+if the output does not change: ``residual`` is the relative change. Exchange and scaling are the symmetries of the rank-1
+form (Breslow 2026); which of the others hold on which form, and for which σ, is derived in ``docs/theory.md``.
 """
 
 from abc import ABC, abstractmethod
@@ -39,12 +39,12 @@ class Action(ABC):
 
 @dataclass(frozen=True)
 class Exchange(Action):
-    """Queries and keys change places."""
+    """Queries and keys are exchanged."""
 
     def changes(self, form: Form) -> dict[str, Tensor | None]:
         _require_queries(form, self)
         if "q" not in form.per_neuron:
-            raise ValueError(f"{type(form).__name__} has one query for all of its keys: there is nothing to exchange")
+            raise ValueError(f"{type(form).__name__} has one query for all of its keys: exchange needs one query per key")
         pairs = list(zip(form.queries, form.keys, strict=True))
         return {q: getattr(form, k) for q, k in pairs} | {k: getattr(form, q) for q, k in pairs}
 
@@ -57,7 +57,7 @@ class Scaling(Action):
 
     def __post_init__(self) -> None:
         if self.alpha == 0:
-            raise ValueError("scaling by α = 0 has no inverse: take any other α")
+            raise ValueError("scaling by α = 0 has no inverse: give another α")
 
     def changes(self, form: Form) -> dict[str, Tensor | None]:
         _require_queries(form, self)
@@ -80,7 +80,7 @@ class ValueRescaling(Action):
 
     def __post_init__(self) -> None:
         if not bool((self.beta != 0).all()):
-            raise ValueError("rescaling by β = 0 has no inverse: take any other β")
+            raise ValueError("rescaling by β = 0 has no inverse: give another β")
 
     def changes(self, form: Form) -> dict[str, Tensor | None]:
         return _times(form, form.keys, self.beta) | _times(form, ("v",), 1 / self.beta)
@@ -88,27 +88,27 @@ class ValueRescaling(Action):
 
 @dataclass(frozen=True)
 class Permutation(Action):
-    """The neurons in another order: neuron ``order[j]`` comes to place j."""
+    """The neurons in another order: neuron ``order[j]`` moves to position j."""
 
     order: Int[Tensor, " d_mlp"]
 
     def changes(self, form: Form) -> dict[str, Tensor | None]:
         d_mlp = len(form.v)
         if not torch.equal(self.order.sort().values, torch.arange(d_mlp)):
-            raise ValueError(f"{self.order.tolist()} is no permutation of {d_mlp} neurons: name each of them once")
+            raise ValueError(f"{self.order.tolist()} is not a permutation of {d_mlp} neurons: give each index once")
         return {name: weight[self.order] for name, weight in form.weights.items() if name in form.per_neuron}
 
 
 @dataclass(frozen=True)
 class ChangeOfBasis(Action):
-    """Q_j → Q_j A, K_j → K_j A⁻ᵀ, so that Q_j K_jᵀ stays."""
+    """Q_j → Q_j A, K_j → K_j A⁻ᵀ, which does not change Q_j K_jᵀ."""
 
     a: Float[Tensor, "rank rank"]
 
     def changes(self, form: Form) -> dict[str, Tensor | None]:
         _require_queries(form, self)
         if not form.has_basis:
-            raise ValueError(f"{type(form).__name__} has one direction per query: its change of basis is the scaling")
+            raise ValueError(f"{type(form).__name__} has one direction per query: use Scaling instead")
         size = form.weights["q"].shape[-1]
         if self.a.shape != (size, size):
             raise ValueError(f"A is {list(self.a.shape)}: {type(form).__name__} here needs [{size}, {size}]")
@@ -123,11 +123,11 @@ def residual(form: Form, action: Action, x: Rows) -> float:
 
 def _require_queries(form: Form, action: Action) -> None:
     if not form.queries:
-        raise ValueError(f"{type(form).__name__} has keys only: {type(action).__name__} needs a query to act on")
+        raise ValueError(f"{type(form).__name__} has keys only: {type(action).__name__} needs queries")
 
 
 def _times(form: Form, names: tuple[str, ...], factor: float | Float[Tensor, " #d_mlp"]) -> dict[str, Tensor | None]:
-    """The named weights times one number, or times one number a neuron."""
+    """The named weights times one number, or times one number per neuron."""
     present = {name: weight for name, weight in form.weights.items() if name in names}
     if isinstance(factor, float):
         return {name: factor * weight for name, weight in present.items()}

@@ -1,19 +1,22 @@
-"""The table of claims, forms × actions × units: what theory predicts beside what is measured.
+"""The table of claims, forms × actions × units: the predictions of theory beside measurements.
 
-Measured are relative changes of the output, in float64, over many random forms of random shapes and many random actions. A
-prediction of invariance holds if the largest of them is rounding error (``LIMIT``); one of a break holds if, besides, there
-is a witness: a form with one neuron and d_model = 2, q = (1, 0), k = (0, 1), v = (1, 0), whose output at x = (a, b) the
-action visibly changes. On the gated MLP the witness is a pair (a, b) with σ(a)·b ≠ σ(αa)·b/α.
+The measured values are relative changes of the output, in float64, over many random forms of random shapes and many random
+actions. A prediction of invariance holds if the largest of them is at most rounding error (``LIMIT``). A prediction that a
+symmetry is broken holds if it is larger and there is also a witness: a form with one neuron and d_model = 2, q = (1, 0),
+k = (0, 1), v = (1, 0), whose output at x = (a, b) the action visibly changes. On the gated MLP and for scaling, the witness
+is a pair (a, b) with σ(a)·b ≠ σ(αa)·b/α.
 
-Inputs and the grid of witnesses are as wide as the unit needs to show all that it does, its ``span``. Where the gates of a
-layer hang together (top-k), there are enough neurons for some to be open, and those beside the witness have weights 0.
+Inputs and the grid of witnesses cover the range in which all features of the unit are visible, its ``span``. For a unit
+that couples the neurons (top-k) there are enough neurons for some gates to be open, and those beside the witness have
+weights 0.
 
 The two theorems of the paper (Breslow 2026) are checked as equivalences, both sides measured:
 
     exchange   σ(a)b = σ(b)a for all a, b                 exactly when  σ(z)/z is constant
     scaling    σ(αa)·b/α = σ(a)·b for all a, b, α > 0     exactly when  σ(αz) = ασ(z) for all z, α > 0
 
-What it does not show: invariance on every input. No number of draws does; the reasons in ``analysis.theory.properties`` do.
+What it does not show: invariance on every input. That follows from the reasons in ``analysis.theory.properties``, not from
+any number of draws.
 """
 
 import math
@@ -43,7 +46,7 @@ from analysis.units.registry import OTHER_UNITS, GatedUnit, Unit
 LIMIT = 1e-12
 """Relative change below which two float64 computations of one function agree."""
 VISIBLE = 1e-3
-"""Difference that a witness must show, relative to the larger of the two outputs."""
+"""Smallest difference at a witness, relative to the larger of the two outputs."""
 DRAWS = 24
 GRID = (-3.0, -2.0, -1.0, -0.5, 0.5, 1.0, 2.0, 3.0)
 
@@ -56,7 +59,7 @@ UNITS: dict[str, Unit] = {**{name: GatedUnit(activation) for name, activation in
 
 @dataclass(frozen=True)
 class Witness:
-    """x = (a, b) and an action at which the smallest form of its kind gives another output."""
+    """x = (a, b) and an action that changes the output of the smallest form of its kind there."""
 
     a: float
     b: float
@@ -76,10 +79,10 @@ class Claim:
 
     Attributes:
         form, action, unit: names.
-        prediction: from the properties of the unit.
-        residual: largest relative change over the draws, α > 0 or β > 0 where the action has such a parameter.
-        residual_negative: the same where the parameter is negative; NaN for an action without one.
-        witness: where the break is seen most clearly; None where no break is predicted.
+        prediction: what follows from the properties of the unit.
+        residual: largest relative change over the draws, with α > 0 or β > 0 for an action with such a parameter.
+        residual_negative: the same with a negative parameter; NaN for an action without a parameter.
+        witness: where the break is largest; None if no break is predicted.
     """
 
     form: str
@@ -92,7 +95,7 @@ class Claim:
 
     @property
     def measured(self) -> Outcome:
-        """What the residuals alone say."""
+        """The outcome according to the residuals alone."""
         if not self.residual <= LIMIT:
             return Outcome.BROKEN
         return Outcome.POSITIVE if self.residual_negative > LIMIT else Outcome.INVARIANT
@@ -130,7 +133,7 @@ def claims(units: dict[str, Unit] = UNITS, draws: int = DRAWS, seed: int = 0) ->
 
 
 def accepts(form: type[Form], unit: Unit) -> bool:
-    """Whether there is such a form with this unit: σ outside of the product needs a σ."""
+    """Whether the form exists with this unit: forms with σ outside the product need a unit σ(a)·b."""
     return form in GATED or isinstance(unit, GatedUnit)
 
 
@@ -154,7 +157,7 @@ def _residuals(form: type[Form], action: type[Action], unit: Unit, generator: to
 
 
 def witness(form: type[Form], action: type[Action], unit: Unit, prediction: Outcome) -> Witness:
-    """The point of the grid at which a simple action of that kind shows most; a negative one where only those break."""
+    """The grid point with the largest change by a simple action, with a negative parameter if only those break."""
     label, simple = _simple(action, -1.0 if prediction is Outcome.POSITIVE else 2.0)
     one = smallest(form, unit)
     points = unit.span * torch.tensor(GRID, dtype=torch.float64)
@@ -166,9 +169,9 @@ def witness(form: type[Form], action: type[Action], unit: Unit, prediction: Outc
 
 
 def smallest(form: type[Form], unit: Unit) -> Form:
-    """One neuron in d_model = 2 with q = (1, 0), k = (0, 1), v = (1, 0); a second direction of rank repeats the first.
+    """One neuron in d_model = 2 with q = (1, 0), k = (0, 1), v = (1, 0); for rank 2 the second direction repeats the first.
 
-    Beside it stand neurons with weights 0, if the unit needs some.
+    Beside it are neurons with weights 0, if the unit needs more than one.
     """
     build: Callable[..., Form] = form
     shapes = form.shapes(2, unit.enough_neurons, 2)
@@ -181,7 +184,7 @@ def smallest(form: type[Form], unit: Unit) -> Form:
 
 
 def theorems(units: dict[str, Unit] = UNITS, seed: int = 0) -> list[Theorem]:
-    """Both theorems on every unit of the form σ(a)·b; the others are not what they speak of."""
+    """Both theorems on every unit of the form σ(a)·b, to which they apply."""
     generator = torch.Generator().manual_seed(seed)
     a, b, log_alpha = torch.randn(3, 4096, generator=generator, dtype=torch.float64)
     found: list[Theorem] = []
@@ -200,7 +203,7 @@ def _theorems_of(unit: GatedUnit, a: Values, b: Values, alpha: Values) -> Iterat
 
 
 def _sigma(form: type[Form], unit: Unit) -> Unit | Activation:
-    """What the form is built with: the unit, or its σ alone."""
+    """The argument of the form: the unit, or its σ alone."""
     return unit.activation if isinstance(unit, GatedUnit) and form not in GATED else unit
 
 
@@ -209,7 +212,7 @@ def _relative(change: Values, reference: Values) -> float:
 
 
 def _simple(action: type[Action], factor: float) -> tuple[str, Action]:
-    """An action with small whole numbers, and how it is written."""
+    """An action with small whole numbers, and its label."""
     basis = torch.tensor([[2.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
     simple: dict[type[Action], tuple[str, Action]] = {
         Exchange: ("q ↔ k", Exchange()),
@@ -226,7 +229,7 @@ def _factors(size: int, generator: torch.Generator) -> Values:
 
 
 def _basis(form: Form, generator: torch.Generator, sign: float) -> ChangeOfBasis:
-    """A random invertible A that is not nearly singular: two unit triangular matrices and a stretching between them."""
+    """A random well-conditioned A: two unit triangular matrices and a diagonal one between them."""
     size = form.weights["q"].shape[-1]
     entries, one = torch.randn(size, size, generator=generator, dtype=torch.float64) / size, torch.eye(size).double()
     return ChangeOfBasis((entries.tril(-1) + one) * _factors(size, generator) @ (entries.triu(1) + one))
@@ -240,4 +243,4 @@ _DRAWN: dict[type[Action], Callable[[Form, torch.Generator, float], Action]] = {
     Permutation: lambda form, generator, sign: Permutation(torch.randperm(len(form.v), generator=generator)),
     ChangeOfBasis: _basis,
 }
-"""A random action of each kind that fits the form; ``sign`` is that of its parameter."""
+"""A random action of each kind for a form, whose parameter has the given sign."""

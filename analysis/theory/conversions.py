@@ -1,8 +1,8 @@
-"""From one form to another: with the same outputs where that is possible, and with the error reported where it is not.
+"""Conversions between forms: with the same outputs where possible, otherwise with the error reported.
 
-    absorbed_biases       a gated MLP with biases = one without, on x extended by a constant 1 (ours)
+    absorbed_biases       a gated MLP with biases = one without, on x extended by a constant 1 (introduced here)
     static_query          σ(x Kᵀ)V = rank-1 bilinear attention on the extended x, with a query that reads the 1
-    full_rank, truncated  rank r ↔ bilinear attention; exact upwards, by singular value decomposition downwards
+    full_rank, truncated  rank r ↔ bilinear attention; to full rank exact, to rank r by singular value decomposition
     one_rank, low_rank    rank 1 ↔ rank r with r = 1
     symmetric_sibling     σ(a)·b → σ(ab): another function, the symmetric ancestor with the same q, k, v
     bilinear_sibling      σ(a)·b → c_j·ab: another function, with given or fitted c_j
@@ -29,7 +29,7 @@ from analysis.units.registry import GatedUnit
 
 
 def extended(x: Float[Tensor, "batch d_model"], constant: float = 1.0) -> Float[Tensor, "batch _"]:
-    """One more column, the same constant in every row."""
+    """x with one more coordinate, a constant, in every row."""
     return torch.nn.functional.pad(x, (0, 1), value=constant)
 
 
@@ -42,10 +42,10 @@ def full_rank(form: LowRankBilinearAttention) -> BilinearAttention:
 
 
 def truncated(form: LowRankBilinearAttention, rank: int) -> tuple[LowRankBilinearAttention, float]:
-    """The nearest form of that rank, and how far its matrices are: sqrt(Σ_j‖M′_j − M_j‖² / Σ_j‖M_j‖²), M_j = Q_j K_jᵀ.
+    """The nearest form of that rank, and the error of its matrices: sqrt(Σ_j‖M′_j − M_j‖² / Σ_j‖M_j‖²), M_j = Q_j K_jᵀ.
 
-    Exact, with an error of rounding size, where M_j has no higher rank. The error is one of matrices: the function sees
-    only their symmetric parts, and σ.
+    Exact up to rounding if no M_j has a higher rank. The function depends only on the symmetric parts of the matrices, so
+    its own error may differ.
     """
     d_model = form.v.shape[1]
     if not 1 <= rank <= d_model:
@@ -57,25 +57,25 @@ def truncated(form: LowRankBilinearAttention, rank: int) -> tuple[LowRankBilinea
 
 
 def low_rank(form: Rank1BilinearAttention) -> LowRankBilinearAttention:
-    """The same function as rank r with r = 1."""
+    """The same function as a form of rank r = 1."""
     return LowRankBilinearAttention(form.activation, form.q[..., None], form.k[..., None], form.v)
 
 
 def one_rank(form: LowRankBilinearAttention) -> Rank1BilinearAttention:
-    """The same function as rank 1; ValueError for any other rank."""
+    """The same function as a rank-1 form; ValueError if r is not 1."""
     if form.rank != 1:
         raise ValueError(f"the form has rank {form.rank}: truncate it to rank 1 first")
     return Rank1BilinearAttention(form.activation, form.q[..., 0], form.k[..., 0], form.v)
 
 
 def low_rank_gated(form: GatedMLP) -> LowRankGated:
-    """The same function as rank-r gated with r = 1."""
+    """The same function as a gated form of rank r = 1."""
     _require_no_biases(form)
     return LowRankGated(form.unit, form.q[..., None], form.k[..., None], form.v)
 
 
 def static_query(form: KeyValueMemory) -> Rank1BilinearAttention:
-    """The same function of ``extended(x)``: every query is the unit vector of the constant coordinate.
+    """The same function of ``extended(x)``: every query is the unit vector along the constant coordinate.
 
     The output has one more coordinate, which is 0.
     """
@@ -86,12 +86,12 @@ def static_query(form: KeyValueMemory) -> Rank1BilinearAttention:
 def absorbed_biases(form: GatedMLP) -> GatedMLP:
     """The same function of ``extended(x)`` without biases; the output has one more coordinate, which is 0.
 
-    The biases of a and b become the queries' and keys' weight on the constant. The output's bias becomes the value of one
-    more neuron, with a = b = 1 everywhere; its symmetric sibling emits the same constant. One more neuron would change the
-    others where the unit couples them: ValueError.
+    The biases of a and b become the weights of queries and keys on the constant. The output's bias becomes the value of an
+    additional neuron with a = b = 1 everywhere; its symmetric sibling has the same constant output. ValueError for a unit
+    that couples the neurons, because an additional neuron would change the others.
     """
     if not form.unit.is_pointwise:
-        raise ValueError(f"unit {form.unit.name} takes a cutoff over all neurons: no neuron can be added for the bias")
+        raise ValueError(f"unit {form.unit.name} has a cutoff over all neurons: no neuron can be added for the bias")
     d_mlp, d_model = form.v.shape
     bias = {
         name: form.v.new_zeros(size) if getattr(form, name) is None else getattr(form, name)
@@ -109,18 +109,18 @@ def symmetric_sibling(form: GatedMLP) -> Rank1BilinearAttention:
     """σ(ab) in place of σ(a)·b, with the same q, k, v."""
     _require_no_biases(form)
     if not isinstance(form.unit, GatedUnit):
-        raise ValueError(f"unit {form.unit.name} is not σ(a)·b: it has no σ to move outside")
+        raise ValueError(f"unit {form.unit.name} is not σ(a)·b: it has no σ to move outside the product")
     return Rank1BilinearAttention(form.unit.activation, form.q, form.k, form.v)
 
 
 def bilinear_sibling(form: GatedMLP, coefficients: Float[Tensor, " d_mlp"]) -> Rank1BilinearAttention:
-    """c_j·ab in place of g(a, b); the c_j go into the values."""
+    """c_j·ab in place of g(a, b); the c_j are multiplied into the values."""
     _require_no_biases(form)
     return Rank1BilinearAttention(activation_named("linear"), form.q, form.k, coefficients[:, None] * form.v)
 
 
 def fitted_coefficients(form: GatedMLP, x: Rows) -> Float[Tensor, " d_mlp"]:
-    """c_j = Σ h·ab / Σ (ab)² over x: each neuron's own best c in the mean square; NaN where ab is always 0."""
+    """c_j = Σ h·ab / Σ (ab)² over x: the least-squares c of each neuron; NaN where ab is always 0."""
     a, b = form.pre_activations(x)
     return (form.unit(a, b) * a * b).sum(dim=0) / (a * b).square().sum(dim=0)
 
@@ -132,4 +132,4 @@ def exchanged_twin(form: GatedMLP) -> GatedMLP:
 
 def _require_no_biases(form: GatedMLP) -> None:
     if form.has_biases:
-        raise ValueError("the gated MLP has biases: take absorbed_biases(form) and extended(x) first")
+        raise ValueError("the gated MLP has biases: use absorbed_biases(form) and extended(x)")

@@ -8,10 +8,10 @@ A row of weights belongs to one memory (neuron) j of d_mlp; x is [batch, d_model
     LowRankBilinearAttention    Σ_j σ(Σ_r ⟨x,q_jr⟩⟨x,k_jr⟩) v_j             Q_j, K_j with r columns
     Rank1BilinearAttention      σ((x Qᵀ) ⊙ (x Kᵀ)) V                        r = 1
     GatedMLP                    (σ(x Qᵀ) ⊙ (x Kᵀ)) V                        σ moved onto one factor
-    LowRankGated                Σ_j (Σ_r σ(⟨x,q_jr⟩)⟨x,k_jr⟩) v_j           our own generalization, not in the paper
+    LowRankGated                Σ_j (Σ_r σ(⟨x,q_jr⟩)⟨x,k_jr⟩) v_j           a generalization introduced here
 
-(Breslow 2026, but for the last.) The gated forms take any unit g(a, b) and the gated MLP may have biases, so that it can
-be the MLP of a real model; that too is ours.
+(Breslow 2026, except for the last.) The gated forms take any unit g(a, b) and the gated MLP may have biases, so that it can
+be the MLP of a real model; this too is introduced here.
 """
 
 import math
@@ -37,10 +37,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class Form(ABC):
-    """A map of x [batch, d_model] to Σ_j h_j(x) v_j, known by its weights.
+    """A map of x [batch, d_model] to Σ_j h_j(x) v_j, given by its weights.
 
     ``queries``, ``keys`` and ``per_neuron`` name the weights that an action on queries, on keys, or on the order of the
-    neurons must move together; ``v`` holds the values, one row a memory. ``has_basis`` says that q and k share an axis,
+    neurons transforms together; ``v`` holds the values, one row per memory. ``has_basis`` is set if q and k share an axis,
     the last one, in which a basis can be chosen.
     """
 
@@ -54,20 +54,20 @@ class Form(ABC):
     @staticmethod
     @abstractmethod
     def shapes(d_model: int, d_mlp: int, rank: int) -> Shapes:
-        """The shape of every weight, biases excepted; forms of fixed rank ignore ``rank``."""
+        """The shape of every weight except biases; forms of fixed rank ignore ``rank``."""
 
     @staticmethod
     @abstractmethod
     def pointwise(d_model: int, rank: int) -> int:
-        """Operations per memory that belong to no matrix product: σ, products, sums over rank."""
+        """Operations per memory outside matrix products: σ, pointwise products, sums over rank."""
 
     @abstractmethod
     def memories(self, x: Rows) -> Scores:
-        """h_j(x): how much of each value is emitted."""
+        """h_j(x): the coefficient of each value in the output."""
 
     @property
     def rank(self) -> int:
-        """How many query-key pairs a memory has."""
+        """The number of query-key pairs of a memory."""
         return 1
 
     def __call__(self, x: Rows) -> Rows:
@@ -105,12 +105,12 @@ class Form(ABC):
 
     @classmethod
     def count(cls, d_model: int, d_mlp: int, rank: int = 1) -> int:
-        """Parameters of a form of that size, without making it."""
+        """Parameters of a form of that size, without creating it."""
         return sum(math.prod(shape) for shape in cls.shapes(d_model, d_mlp, rank).values())
 
     @classmethod
     def count_flops(cls, d_model: int, d_mlp: int, rank: int = 1) -> int:
-        """Operations per token of a form of that size, computed as its equation is written."""
+        """Operations per token of a form of that size, evaluated as its equation is written."""
         return 2 * cls.count(d_model, d_mlp, rank) + d_mlp * cls.pointwise(d_model, rank)
 
     @classmethod
@@ -124,7 +124,7 @@ class Form(ABC):
         generator: torch.Generator | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> "Form":
-        """Gaussian weights with variance 1/d_model; UserError if this machine has no room for them."""
+        """Gaussian weights with variance 1/d_model; UserError if they do not fit into main memory."""
         require_memory(cls.count(d_model, d_mlp, rank), dtype, f"{cls.__name__} of d_model {d_model}, d_mlp {d_mlp}")
         build: Callable[..., Form] = cls
         drawn = {
@@ -183,7 +183,7 @@ class GlobalQueryMemory(Form):
         return self.activation(x @ self.q @ self.k.T)
 
     def absorb(self) -> KeyValueMemory:
-        """The key-value memory with keys K Qᵀ, which is the same function."""
+        """The key-value memory with keys K Qᵀ, the same function."""
         return KeyValueMemory(self.activation, self.k @ self.q.T, self.v)
 
 

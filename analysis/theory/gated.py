@@ -2,10 +2,10 @@
 
     GatedMLP        (σ(x Qᵀ) ⊙ (x Kᵀ)) V                      (Breslow 2026), here with any unit g and optional biases:
                     a = x Qᵀ + b_q,  b = x Kᵀ + b_k,  y = g(a, b) V + b_v
-    LowRankGated    Σ_j (Σ_r σ(⟨x,q_jr⟩)⟨x,k_jr⟩) v_j         our own generalization
+    LowRankGated    Σ_j (Σ_r σ(⟨x,q_jr⟩)⟨x,k_jr⟩) v_j         a generalization introduced here
 
-A rank-r gated memory is r neurons of a gated MLP that share one value vector. Real layers come near to it where values are
-nearly parallel: see ``analysis.weights.interactions.value_groups``.
+A rank-r gated memory is r neurons of a gated MLP that share one value vector. Neurons of real layers approximate it if
+their values are nearly parallel: see ``analysis.weights.interactions.value_groups``.
 """
 
 from dataclasses import dataclass, replace
@@ -76,7 +76,7 @@ class GatedMLP(Form):
         return replace(self, **changed)
 
     def pre_activations(self, x: Rows) -> tuple[Scores, Scores]:
-        """a and b of every neuron."""
+        """a and b of every neuron, [batch, d_mlp] each."""
         return linear(x, self.q, self.q_bias), linear(x, self.k, self.k_bias)
 
     def memories(self, x: Rows) -> Scores:
@@ -90,7 +90,7 @@ class GatedMLP(Form):
 class LowRankGated(Form):
     """Σ_j (Σ_r g(⟨x,q_jr⟩, ⟨x,k_jr⟩)) v_j, g(a, b) = σ(a)·b.
 
-    A unit that couples the neurons of a layer sees all d_mlp·rank pairs: they are its neurons.
+    For a unit that couples the neurons of a layer, all d_mlp·rank pairs are its neurons.
     """
 
     equation = "Σ_j (Σ_r σ(⟨x,q_jr⟩)⟨x,k_jr⟩) v_j"
@@ -127,7 +127,7 @@ FAMILY: tuple[type[Form], ...] = (
     GatedMLP,
     LowRankGated,
 )
-"""All seven forms, in the order in which each comes from the one before."""
+"""All seven forms, each derived from the one before."""
 
 GATED: tuple[type[Form], ...] = (GatedMLP, LowRankGated)
 """The forms with σ on one factor; they take a unit, the others an activation."""

@@ -1,27 +1,29 @@
-"""Which properties each unit has, by reasoning, and which symmetries follow from them: what theory predicts.
+"""The properties of each unit, by derivation, and the symmetries that follow from them: the predictions of theory.
 
-Two properties of σ decide everything about σ(a)·b.
+Two properties of σ determine all symmetries of σ(a)·b.
 
     homogeneous   σ(αz) = ασ(z) for every α > 0, that is σ(z) = c₊z for z > 0 and c₋z for z < 0
     odd           σ(−z) = −σ(z)
 
-Exchange. σ(a)b = σ(b)a for all a, b: with b = 1, σ(a) = σ(1)·a, so σ(z)/z is constant; and then it holds (Breslow 2026).
-A σ that is both homogeneous and odd has c₊ = c₋ and is linear, and no other is.
+Exchange. σ(a)b = σ(b)a for all a, b: with b = 1, σ(a) = σ(1)·a, so σ(z)/z is constant; conversely, exchange then holds
+(Breslow 2026). A σ that is both homogeneous and odd has c₊ = c₋ and is linear, and no other is.
 
 Scaling. σ(αa)·b/α = σ(a)·b for all a, b exactly when σ(αa) = ασ(a): for every α > 0, when σ is homogeneous (Breslow 2026).
-At α = −1, the sign flip, exactly when σ is odd; with both, for every α ≠ 0. The flip is ours.
+At α = −1, the sign flip, exactly when σ is odd; with both, for every α ≠ 0. The result on the flip is
+introduced here.
 
-Value rescaling. k → βk, v → v/β takes h(βk)/β. On σ(a)·b that is exact for every β ≠ 0. Where σ stands outside of the key
-it asks σ(βz)/β = σ(z): the scaling's condition once more. All of this row is ours.
+Value rescaling. k → βk, v → v/β turns h(k) into h(βk)/β. For σ(a)·b this is exact for every β ≠ 0. If σ is applied to the
+whole product, it requires σ(βz)/β = σ(z), the condition of scaling again. Introduced here.
 
-Change of basis. Σ_r ⟨x,q_r⟩⟨x,k_r⟩ = x QKᵀxᵀ keeps QKᵀ under every invertible A, whatever σ does to it. With σ on one
-factor under the sum over r, A = αI is the scaling and A = −I the flip, so σ has to be linear. Ours, as is the form.
+Change of basis. Σ_r ⟨x,q_r⟩⟨x,k_r⟩ = x QKᵀxᵀ, and QKᵀ does not change under any invertible A, for every σ. With σ on one
+factor under the sum over r, A = αI is the scaling and A = −I the flip, so σ has to be linear. Introduced here, as is the
+form.
 
-Other units, all ours. Each fails exchange: its factors are bounded on different sides, or by different functions, or, over
-the neurons of a layer, by different cutoffs. A clamp or a cap leaves nothing homogeneous; a clamp from above alone leaves
-nothing odd, a cap from both sides leaves σ as odd as it was. A top-k gate σ(r(a)) has r(αa) = αr(a) for α > 0, since mean
-and deviation over neurons are homogeneous too: scaling asks that σ is linear on z ≥ 0, and no more. Its flip is broken for
-every σ, because r(−a) is open where a is lowest.
+Other units, introduced here. None is invariant under exchange: the factors are bounded on different sides, or by different
+functions, or, over the neurons of a layer, by different cutoffs. With a clamp or a cap no unit is homogeneous; with a clamp
+from above only, none is odd; with a cap on both sides, a unit is odd if σ is. A top-k gate σ(r(a)) has r(αa) = αr(a) for
+α > 0, since mean and deviation over neurons are homogeneous too: scaling requires only that σ is linear on z ≥ 0. Its flip
+is broken for every σ, because r(−a) is open where a is lowest.
 """
 
 from collections.abc import Callable
@@ -45,7 +47,7 @@ from analysis.units.variants import ClampedUnit, GptOssUnit, SoftCappedUnit, Top
 
 
 class Outcome(str, Enum):
-    """What an action does to the output of a form."""
+    """The effect of an action on the output of a form."""
 
     INVARIANT = "invariant"
     POSITIVE = "invariant for α>0 only"
@@ -54,12 +56,12 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True)
 class Properties:
-    """What is known of a unit g(a, b) = σ(a)·b, or of another g.
+    """The properties of a unit g(a, b) = σ(a)·b, or of another g.
 
     Attributes:
         homogeneous: g(αa, b/α) = g(a, b) for every α > 0.
         odd: g(−a, −b) = g(a, b).
-        why: the reason, in a few words.
+        why: the reason, briefly.
         linear_in_b: g(a, βb) = βg(a, b) for every β.
     """
 
@@ -82,11 +84,11 @@ PROPERTIES: dict[str, Properties] = {
     "tanh": Properties(False, True, "bounded, so not homogeneous; odd"),
     "softplus": Properties(False, False, "σ(0) = log 2, a homogeneous or odd σ has σ(0) = 0"),
 }
-"""Every known activation, as σ(a)·b. Derived, never measured: the measurement is held against it."""
+"""Every known activation, as σ(a)·b. Derived, never measured: measurements are compared with it."""
 
 
 def properties_of(unit: Unit) -> Properties:
-    """What is known of any unit, from that of its σ; ValueError for a kind of which nothing is."""
+    """The properties of a unit, from those of its σ; ValueError for an unknown kind of unit."""
     if isinstance(unit, GatedUnit):
         return _of_activation(unit.activation)
     if isinstance(unit, GptOssUnit):
@@ -99,7 +101,7 @@ def properties_of(unit: Unit) -> Properties:
         homogeneous = _of_activation(unit.activation).homogeneous
         why = "r(αa) = αr(a) for α > 0, and σ is linear on z ≥ 0" if homogeneous else "r(αa) = αr(a), but σ bends on z > 0"
         return Properties(homogeneous, False, f"{why}; the cutoffs of a, of −a and of b differ")
-    raise ValueError(f"nothing is known of the unit {unit.name}: derive its properties in analysis/theory/properties.py")
+    raise ValueError(f"no properties of the unit {unit.name} are known: derive them in analysis/theory/properties.py")
 
 
 def _of_activation(activation: Activation) -> Properties:
@@ -112,7 +114,7 @@ def _of_activation(activation: Activation) -> Properties:
     if kind == "multiplied":
         return Properties(inner.homogeneous, inner.odd, f"σ(mz) has what σ has: {inner.why}")
     raise ValueError(
-        f"nothing is known of the activation {activation.name}: derive its properties in analysis/theory/properties.py"
+        f"no properties of the activation {activation.name} are known: derive them in analysis/theory/properties.py"
     )
 
 
@@ -159,9 +161,9 @@ RULES: dict[type[Form], Rules] = {
     GatedMLP: _GATED,
     LowRankGated: {**_GATED, ChangeOfBasis: _linear},
 }
-"""Form → action → what its outcome hangs on; an action that is not listed is not defined on that form."""
+"""Form → action → the rule for its outcome; an action that is not listed is not defined on that form."""
 
 
 def predicted(form: type[Form], action: type[Action], unit: Unit) -> Outcome:
-    """What theory says of one cell of the table."""
+    """The prediction of theory for one cell of the table."""
     return RULES[form][action](properties_of(unit))

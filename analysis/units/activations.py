@@ -1,15 +1,15 @@
 """Gate activations σ and their two limiting slopes.
 
-A gated unit multiplies σ(a) by b. How σ behaves near zero and far from it decides which symmetries the unit nearly
-has, so each activation carries lim σ(z)/z on both sides of both ends:
+A gated unit multiplies σ(a) by b. The behaviour of σ near 0 and at infinity determines which symmetries the unit has
+approximately, so each activation has lim σ(z)/z on both sides of both limits:
 
-    near zero     SiLU → 1/2, ReLU → 0 or 1     (what σ(αa)·b/α tends to, over ab, as α → 0)
-    far from it   SiLU → 0 or 1                 (the same as α → ∞)
+    at zero        SiLU → 1/2, ReLU → 0 or 1     (the limit of (σ(αa)·b/α)/(ab) as α → 0)
+    at infinity    SiLU → 0 or 1                 (the same as α → ∞)
 
 A slope of ``None`` says that the limit does not exist (sigmoid at zero: σ(0) = 1/2).
 
 Names are the canonical ones of Hugging Face configurations; aliases map to them. An unknown name is an error. Two functions
-make a gate of another one, and are written in its name with their parameter:
+derive an activation from another one, and are written as a name with a parameter:
 
     soft_capped(σ,c)    σ(c·tanh(z/c)): as σ near 0, flat beyond c
     multiplied(σ,m)     σ(mz): the gate of Falcon-H1, whose pre-activation is multiplied by a constant
@@ -40,9 +40,9 @@ class Activation:
         function: σ, elementwise on a tensor of any shape.
         slope_at_zero: (lim z→0−, lim z→0+) of σ(z)/z, or None where it diverges.
         slope_at_infinity: (lim z→−∞, lim z→+∞) of σ(z)/z, or None where it diverges.
-        euler: zσ′(z) − σ(z), 0 where σ is linear on each side of 0; None has σ differentiated instead, which is as right
-            and slower.
-        span: arguments of this size show all that σ does.
+        euler: zσ′(z) − σ(z), 0 where σ is linear on each side of 0; if None, σ is differentiated automatically, which is
+            slower.
+        span: size of the arguments on which all features of σ are visible.
     """
 
     name: str
@@ -77,11 +77,11 @@ def _identity(z: Tensor) -> Tensor:
 
 
 def _none(z: Tensor) -> Tensor:
-    return 0 * z  # NaN and infinity must survive, they tell of overflow
+    return 0 * z  # NaN and infinity must survive, they indicate overflow
 
 
 def _bell(z: Tensor) -> Tensor:
-    """s(1 − s) of the logistic s, to full precision in both tails."""
+    """s(1 − s) of the logistic function s, to full precision in both tails."""
     return torch.sigmoid(z) * torch.sigmoid(-z)
 
 
@@ -115,7 +115,7 @@ def _euler_of_tanh(z: Tensor) -> Tensor:
 
 
 def _euler_of_softplus(z: Tensor) -> Tensor:
-    """An even function, here without a difference of large numbers."""
+    """An even function, written without a difference of large numbers."""
     size = z.abs()
     return -size * torch.sigmoid(-size) - functional.softplus(-size)
 
@@ -137,7 +137,7 @@ ACTIVATIONS: dict[str, Activation] = {
     )
 }
 
-# Only exact synonyms: gelu_fast and gelu_new are the same tanh formula, written differently.
+# Exact synonyms only: gelu_fast and gelu_new are the same tanh formula, written differently.
 ALIASES = {
     "identity": "linear",
     "swish": "silu",
@@ -171,9 +171,9 @@ def soft_capped(activation: Activation, cap: float) -> Activation:
 
 @cache
 def multiplied(activation: Activation, factor: float) -> Activation:
-    """σ(mz), m ≠ 0; its zσ′ − σ is that of σ, taken at mz."""
+    """σ(mz), m ≠ 0; its zσ′ − σ is that of σ at mz."""
     sigma, euler, name = activation.function, activation.euler, written("multiplied", activation.name, factor)
-    require(factor != 0, name, "a gate multiplied by 0 sees nothing, give another factor")
+    require(factor != 0, name, "a gate multiplied by 0 is constant, give another factor")
 
     def function(z: Tensor) -> Tensor:
         return sigma(factor * z)
@@ -192,13 +192,13 @@ def multiplied(activation: Activation, factor: float) -> Activation:
 
 
 MADE: dict[str, Callable[[Activation, float], Activation]] = {"soft_capped": soft_capped, "multiplied": multiplied}
-"""What makes an activation of another one, by its name."""
+"""The functions that derive an activation from another one, by name."""
 
 
 def activation_named(name: str, units: tuple[str, ...] = ()) -> Activation:
-    """The activation of that name or alias, or made of one, as in soft_capped(gelu,30); UserError for any other name.
+    """The activation of that name or alias, or derived from one, as in soft_capped(gelu,30); UserError for other names.
 
-    ``units`` are forms that the name could have had besides, for the message.
+    ``units`` are other valid forms of a name, for the error message.
     """
     kind, parameters = parsed(name)
     if kind in MADE and parameters:
@@ -206,5 +206,5 @@ def activation_named(name: str, units: tuple[str, ...] = ()) -> Activation:
     canonical = ALIASES.get(name, name)
     if canonical not in ACTIVATIONS:
         known = ", ".join([*sorted({*ACTIVATIONS, *ALIASES}), *(f"{kind}(NAME,NUMBER)" for kind in MADE), *units])
-        raise UserError(f"unknown gate activation {name!r}: known are {known}; add it to analysis/units/activations.py")
+        raise UserError(f"unknown gate activation {name!r}: choose from {known} or add it to analysis/units/activations.py")
     return ACTIVATIONS[canonical]

@@ -7,8 +7,8 @@ h = g(a, b), most often σ(a)·b. Rank-1 bilinear attention, σ(ab), is unchange
     scaling     (a, b) → (αa, b/α)
 
 (Breslow 2026, the symmetries of the rank-1 form). Everything here is written for g(a, b) = gate(a)·up(b), so a unit with
-clamps or an offset needs only its own two factors: see ``analysis.units.variants``, and ``analysis.units.registry`` for all
-by name.
+clamps or an offset only defines its two factors: see ``analysis.units.variants``, and ``analysis.units.registry`` for all
+units by name.
 """
 
 import math
@@ -25,39 +25,40 @@ Scalars = Float[Tensor, "*shape"]
 
 
 class Unit(ABC):
-    """A gated unit g(a, b) = gate(a)·up(b), on tensors of one shape whose last axis is all neurons of a layer.
+    """A gated unit g(a, b) = gate(a)·up(b), on tensors of one shape whose last axis holds all neurons of a layer.
 
-    Every gated MLP is of this form; most have up(b) = b, and then k → βk, v → v/β leaves the neuron as it is.
+    All units of gated MLPs that we know are of this form; most have up(b) = b, and then k → βk, v → v/β does not change the
+    neuron's output.
     """
 
     up_is_linear = True
     """Whether up(b) = b."""
     is_pointwise = True
-    """Whether a neuron's h hangs on its own a and b alone, so that tensors may be of some neurons, or of any numbers."""
+    """Whether a neuron's h depends on its own a and b only, so that the last axis need not hold all neurons of a layer."""
     enough_neurons = 1
-    """So many neurons are enough for a random layer to emit something."""
+    """Number of neurons with which a random layer has an output that is not 0."""
 
     @property
     def span(self) -> float:
-        """Pre-activations of this size show all that the unit does; the clamps are then reached."""
+        """Size of pre-activations on which all features of the unit are visible, its clamps included."""
         return 1.0
 
     @property
     def can_be_compiled(self) -> bool:
-        """Whether torch.compile takes it: it compiles a derivative that is written out, not one that torch takes."""
+        """Whether torch.compile can compile it: only if its derivative is written out, not taken by torch."""
         return False
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """A name from which ``unit_named`` makes the unit again."""
+        """The name by which ``unit_named`` returns this unit."""
 
     @abstractmethod
     def gate(self, a: Scalars) -> Scalars:
-        """The factor that a alone decides, σ(a)."""
+        """The factor that depends on a, σ(a)."""
 
     def up(self, b: Scalars) -> Scalars:
-        """The factor that b alone decides."""
+        """The factor that depends on b."""
         return b
 
     def __call__(self, a: Scalars, b: Scalars) -> Scalars:
@@ -70,7 +71,7 @@ class Unit(ABC):
         return ()
 
     def gate_at_limit(self, a: Scalars, alpha: float) -> Scalars:
-        """The factor of a in what g(αa, b/α) tends to as α → 0+ or α → ∞, for a scale listed in ``limits``."""
+        """The factor of a in the limit of g(αa, b/α) as α → 0+ or α → ∞, for a scale in ``limits``; else ValueError."""
         raise ValueError(f"{self.name} has no limit at scale {alpha:g}")
 
     def up_at_limit(self, b: Scalars, alpha: float) -> Scalars:
@@ -78,11 +79,11 @@ class Unit(ABC):
         return b
 
     def exchanged(self, a: Scalars, b: Scalars) -> Scalars:
-        """g(b, a): query and key change places."""
+        """g(b, a): query and key are exchanged."""
         return self(b, a)
 
     def scaled_gate(self, a: Scalars, alpha: float) -> Scalars:
-        """The factor of a in g(αa, b/α); it takes the 1/α of a linear up, and of the limits α = 0 and ∞."""
+        """The factor of a in g(αa, b/α), or in its limit for α = 0 and ∞; includes the 1/α of a linear up."""
         if alpha == 0 or math.isinf(alpha):
             return self.gate_at_limit(a, alpha)
         return self.gate(alpha * a) / alpha if self.up_is_linear else self.gate(alpha * a)
@@ -105,7 +106,7 @@ class Unit(ABC):
         """d/dα g(αa, b/α) at α = 1, that is a ∂g/∂a − b ∂g/∂b; b(aσ′(a) − σ(a)) for g = σ(a)·b.
 
         Zero everywhere exactly when g is invariant under infinitesimal scaling (Euler's theorem on homogeneous
-        functions). Forward-mode differentiation keeps it right for every g, one that couples the neurons too.
+        functions). Computed by forward-mode differentiation for any g, including one that couples the neurons.
         """
         return torch.func.jvp(self, (a, b), (a, -b))[1]
 

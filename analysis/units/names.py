@@ -1,6 +1,6 @@
-"""Names with parameters, like clamped(silu,7): how they are written, and how they are read again.
+"""Names with parameters, like clamped(silu,7): writing and parsing them.
 
-A parameter is a name, which may have parameters itself, or a number, written with as many digits as give it back exactly.
+A parameter is a name, which may have parameters itself, or a number, written with enough digits to be read back exactly.
 """
 
 import math
@@ -14,7 +14,7 @@ def written(kind: str, *parameters: str | float) -> str:
 
 
 def parsed(name: str) -> tuple[str, tuple[str, ...]]:
-    """The kind that a name says and its parameters; those of 'silu' and of whatever is not written like this are none."""
+    """The kind and the parameters of a name; 'silu', and whatever is not of this form, has no parameters."""
     kind, bracket, inside = name.partition("(")
     if not bracket or not inside.endswith(")"):
         return name, ()
@@ -29,24 +29,24 @@ def parsed(name: str) -> tuple[str, tuple[str, ...]]:
 
 
 def numbers(name: str, parameters: tuple[str, ...], count: int) -> tuple[float, ...]:
-    """So many finite numbers; UserError, with the whole name, for anything else."""
+    """``count`` finite numbers; UserError, with the whole name, for anything else."""
     if len(parameters) != count:
-        raise UserError(f"{name!r} says {len(parameters)} of its numbers: give {count}")
+        raise UserError(f"{name!r} has {len(parameters)} of its numbers: give {count}")
     found = []
     for text in parameters:
         try:
             found.append(float(text))
         except ValueError as error:
-            raise UserError(f"{name!r} has {text!r} where a number stands: write it like 7 or 1.702") from error
+            raise UserError(f"{name!r} has {text!r} in place of a number: write it like 7 or 1.702") from error
         if not math.isfinite(found[-1]):
-            raise UserError(f"{name!r} has {text!r} where a finite number stands: leave out what has no effect")
+            raise UserError(f"{name!r} has {text!r} in place of a finite number: omit a parameter without effect")
     return tuple(found)
 
 
 def require(holds: bool, name: str, what: str) -> None:
-    """UserError unless a parameter is as it must be."""
+    """Raise UserError unless the condition on a parameter holds."""
     if not holds:
-        raise UserError(f"{name!r} is no unit: {what}")
+        raise UserError(f"{name!r} is not a unit: {what}")
 
 
 def _digits(number: float) -> str:

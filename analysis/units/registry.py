@@ -5,8 +5,8 @@ A name is an activation's, and means σ(a)·b, or one of
     gpt_oss, gpt_oss(slope,limit)                clamped(σ,limit)       inkling2, inkling2(gate cap,up cap)
     top_k(σ,sparsity)                            clamped_after(σ,limit)
 
-with σ an activation's name, soft_capped(σ,cap) or multiplied(σ,factor). ``Unit.name`` is such a name. Which unit a layer
-has is found by trying: ``candidate_units``, in the order in which a model makes them likely, then ``nearest_unit``.
+with σ the name of an activation, soft_capped(σ,cap) or multiplied(σ,factor). ``Unit.name`` is such a name. The unit of a
+layer is found by trying ``candidate_units``, the likeliest first, and taking the ``nearest_unit``.
 """
 
 import math
@@ -34,7 +34,7 @@ OTHER_UNITS: dict[str, Unit] = {
         TopKUnit(ACTIVATIONS["gelu_pytorch_tanh"], 0.95),
     )
 }
-"""One of every kind that is not a plain activation times b, with parameters that models have."""
+"""One unit of every kind that is not an activation times b, with parameters of real models."""
 _OF_AN_ACTIVATION: dict[str, Callable[[Activation, float], Unit]] = {
     "clamped": ClampedUnit,
     "clamped_after": lambda activation, limit: ClampedUnit(activation, limit, after=True),
@@ -50,11 +50,11 @@ _LIMITS_AFTER, _LIMITS, _SLOPES = (
 )
 _CAPS = ("mlp_gate_softcap", "mlp_up_softcap")
 PARAMETERS = (*_LIMITS_AFTER, *_LIMITS, *_SLOPES, *_CAPS, "activation_sparsity", "gate_multiplier")
-"""What ``candidate_units`` understands, by the names that configurations and modules have for it."""
+"""The parameters that ``candidate_units`` uses, by their names in configurations and modules."""
 
 
 def unit_named(name: str) -> Unit:
-    """The unit that ``Unit.name`` named, or any other of that kind; UserError for a name that is none."""
+    """The unit of that name, the inverse of ``Unit.name``; UserError for an unknown name."""
     kind, parameters = parsed(name)
     if kind in _OF_TWO_NUMBERS:
         return _OF_TWO_NUMBERS[kind](*numbers(name, parameters, 2)) if parameters else _OF_TWO_NUMBERS[kind]()
@@ -64,24 +64,22 @@ def unit_named(name: str) -> Unit:
 
 
 def candidate_units(names: Iterable[str], parameters: Mapping[str, float | None]) -> list[Unit]:
-    """The units to try on a layer, each once, likely ones first: of equally near ones the first is to be taken.
+    """The units to try on a layer, each once, the likeliest first: of equally near ones the first should be taken.
 
-    For every activation named, then for every other known one, the forms that the parameters speak of, and σ(a)·b last. The
-    forms of other kinds come before those of activations that are not named. A name that is no known activation is passed
-    over: what comes after it holds all that are.
+    For every activation named, then for every other known one, the units that the parameters suggest, and σ(a)·b last.
+    Units without an activation come before those of activations that are not named. An unknown name is ignored, because all
+    known activations are tried anyway.
 
     Args:
-        names: activations that the configuration names, the likeliest first; aliases too.
-        parameters: of this layer, best its module's own: a configuration may speak of the experts only, and a clamp that
-            does not act on a probe is not proved by it. Understood are, where neither None nor 0 nor infinite,
-            ``swiglu_limit``, ``limit``: L of clamped(σ,L), then of clamped_after(σ,L), and of gpt_oss;
-            ``swiglu_limits``, ``swiglu_limits_shared``: the same, clamped_after first (Step-3.7; its lists have one entry a
-            layer, give this layer's);
-            ``swiglu_alpha``, ``alpha``: the slope of gpt_oss, which then comes first;
-            ``activation_sparsity``: p of top_k(σ,p);
-            ``mlp_gate_softcap``: c of soft_capped(σ,c), with ``mlp_up_softcap`` the caps of inkling2, which comes first;
-            ``gate_multiplier``: m of multiplied(σ,m).
-            Other keys are passed over: ``PARAMETERS`` lists these.
+        names: activations that the configuration names, the likeliest first; aliases are allowed.
+        parameters: of this layer, preferably its module's own: a configuration may describe the experts only, and a clamp
+            that is not reached on a probe is not verified by it. Used are, unless None, 0 or infinite, ``swiglu_limit``,
+            ``limit``: L of clamped(σ,L), then of clamped_after(σ,L), and of gpt_oss; ``swiglu_limits``,
+            ``swiglu_limits_shared``: the same, clamped_after first (Step-3.7; its lists have one entry per layer, give that
+            of this layer); ``swiglu_alpha``, ``alpha``: the slope of gpt_oss, which then comes first;
+            ``activation_sparsity``: p of top_k(σ,p); ``mlp_gate_softcap``: c of soft_capped(σ,c), with ``mlp_up_softcap``
+            the caps of inkling2, which comes first; ``gate_multiplier``: m of multiplied(σ,m). Other keys are ignored:
+            ``PARAMETERS`` lists these.
     """
     known = [ALIASES.get(name, name) for name in names]
     given = {key: float(value) for key in PARAMETERS if (value := parameters.get(key)) and math.isfinite(value)}
@@ -102,10 +100,10 @@ def nearest_unit(
     b: Float[Tensor, "*batch d_mlp"],
     h: Float[Tensor, "*batch d_mlp"],
 ) -> tuple[Unit, float]:
-    """The unit with the least ‖g(a, b) − h‖ / ‖h‖, and that number; the first of equal ones.
+    """The unit with the smallest ‖g(a, b) − h‖ / ‖h‖, and this number; the first of equal ones.
 
-    All neurons of the layer are needed, in any order but the same. Units that differ only where a clamp acts are told apart
-    only if it acts here. An error that is NaN is larger than any number.
+    All neurons of the layer are needed, in any order, the same in a, b and h. Units that differ only where a clamp is
+    reached are distinguished only if it is reached here. An error of NaN counts as larger than any number.
     """
     reference = h.double()
     errors = [float((unit(a, b).double() - reference).norm() / reference.norm()) for unit in units]
@@ -114,7 +112,7 @@ def nearest_unit(
 
 
 def _other_kinds(given: Mapping[str, float], first: bool) -> Iterator[Unit]:
-    """The units that are of no activation: before all others, or after the named ones."""
+    """The units without an activation: those that come before all others, or those after the named activations."""
     caps, slopes = ([given[key] for key in keys if key in given] for keys in (_CAPS, _SLOPES))
     if first and len(caps) == 2:
         yield SoftCappedUnit(*caps)
@@ -124,12 +122,12 @@ def _other_kinds(given: Mapping[str, float], first: bool) -> Iterator[Unit]:
 
 
 def _forms_of(activation: Activation, given: Mapping[str, float]) -> Iterator[Unit]:
-    """What the parameters make of σ, those that there are, then σ(a)·b."""
+    """The units of σ that the parameters suggest, then σ(a)·b."""
     kinds = [(key, kind) for key in _LIMITS_AFTER for kind in ("clamped_after", "clamped")]
     kinds += [(key, kind) for key in _LIMITS for kind in ("clamped", "clamped_after")]
     for key, kind in (*kinds, ("activation_sparsity", "top_k")):
         if key in given:
-            with suppress(UserError):  # a gate that does not grow cannot be clamped
+            with suppress(UserError):  # a bounded gate cannot be clamped
                 yield _OF_AN_ACTIVATION[kind](activation, given[key])
     if "mlp_gate_softcap" in given:
         yield GatedUnit(soft_capped(activation, given["mlp_gate_softcap"]))

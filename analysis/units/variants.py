@@ -1,4 +1,4 @@
-"""Units that are not σ(a)·b, as families have them.
+"""Units that are not σ(a)·b, as in these model families:
 
     GptOssUnit         (clamp(b, ±L) + 1) · z·logistic(αz), z = min(a, L)      gpt-oss, MiniMax-M3-VL, OpenAI privacy filter
     ClampedUnit        σ(min(a, L)) · clamp(b, ±L)                             DeepSeek-V4, GLM-5 Next, Hunyuan V4
@@ -6,11 +6,11 @@
     SoftCappedUnit     c·tanh(a/c)·logistic(a) · d·tanh(b/d)                   Inkling 2
     TopKUnit           σ(relu(a − cutoff)) · b, cutoff = mean + std·Φ⁻¹(p)     Gemma 3n
 
-(as in transformers 5.24.0). Gates are clamped from above only, ups from both sides. A unit whose up is bounded has both
-limits, and they are poor: as α → 0 or ∞ one factor of g(αa, b/α) vanishes and the other is bounded.
+(as in transformers 5.24.0). Gates are clamped from above only, ups from both sides. For a unit with a bounded up both
+limits exist but are degenerate: as α → 0 or ∞ one factor of g(αa, b/α) vanishes and the other is bounded.
 
-The cutoff of a top-k gate is over the neurons of the layer, mean and std of all its a on the token: that unit is a function
-of the layer, not of single pairs (a, b).
+The cutoff of a top-k gate depends on all neurons of the layer, through mean and std of their a on the token: that unit is a
+function of the layer, not of single pairs (a, b).
 """
 
 import math
@@ -28,8 +28,8 @@ from analysis.units.names import require, written
 class GptOssUnit(Unit):
     """(clamp(b, −L, L) + 1) · z·logistic(αz) with z = min(a, L).
 
-    Not linear in b, because of the clamps and of the 1, so that k → βk, v → v/β changes it. As α → ∞ in scaling it is
-    L·logistic(αL) wherever a > 0, whatever b is: the clamp of the gate times the 1.
+    Not linear in b, because of the clamp and the offset 1, so that k → βk, v → v/β changes it. Its limit as scaling goes to
+    ∞ is L·logistic(αL) wherever a > 0, independent of b: the clamp of the gate times the offset.
     """
 
     slope: float = 1.702
@@ -70,7 +70,7 @@ class GptOssUnit(Unit):
 class ClampedUnit(Unit):
     """σ(min(a, L)) · clamp(b, −L, L), or min(σ(a), L) · clamp(b, −L, L) where the gate is clamped after σ.
 
-    σ must grow, or the clamp would not be one.
+    σ must grow without bound, or clamping its argument would not be a clamp.
     """
 
     activation: Activation
@@ -83,7 +83,7 @@ class ClampedUnit(Unit):
         slopes = self.activation.slope_at_infinity
         grows = slopes is None or (slopes[0] >= 0 and slopes[1] > 0)
         require(self.limit > 0, self.name, "give a limit above 0")
-        require(grows, self.name, f"{self.activation.name} does not grow, so take it without a clamp")
+        require(grows, self.name, f"{self.activation.name} does not grow, use it without a clamp")
 
     @property
     def name(self) -> str:
@@ -108,7 +108,7 @@ class ClampedUnit(Unit):
         return (0.0,) if self.activation.slope_at_infinity is None else (0.0, math.inf)
 
     def gate_at_limit(self, a: Scalars, alpha: float) -> Scalars:
-        """At 0 the gate is what it is there; at ∞ it is clamped to nothing for a > 0, and b no longer is."""
+        """As α → 0 the gate is σ(0); as α → ∞ the clamped gate over α vanishes for a > 0, and b is not clamped."""
         slopes = self.activation.slope_at_infinity
         if alpha == 0:
             return self.gate(0 * a)
@@ -118,7 +118,7 @@ class ClampedUnit(Unit):
         return _signs(b) * self.limit if alpha == 0 else b
 
     def euler(self, a: Scalars, b: Scalars) -> Scalars:
-        """With e = zσ′ − σ: e(a)·b where nothing is clamped, without a difference of equal numbers."""
+        """With e = zσ′ − σ: e(a)·b where nothing is clamped, computed without a difference of equal numbers."""
         if self.activation.euler is None:
             return super().euler(a, b)
         gate, up = self.gate(a), self.up(b)
@@ -172,11 +172,11 @@ class TopKUnit(Unit):
     """σ(r)·b with r_j = relu(a_j − m − s·Φ⁻¹(p)), m and s the mean and the std of a over the neurons of the layer.
 
     About the share p of Gaussian pre-activations is cut off. r is homogeneous, r(αa) = αr(a) for α > 0, so that scaling
-    sees σ on z ≥ 0 alone: limits and zσ′ − σ are those of σ there, at r. The cutoff of −a is another one, and the exchanged
-    gate has the cutoff of b. As in the model Φ⁻¹(p) is taken in float32.
+    depends on σ at z ≥ 0 only: limits and zσ′ − σ are those of σ there, at r. The cutoff of −a is different, and the
+    exchanged gate has the cutoff of b. Φ⁻¹(p) is computed in float32, as in the model.
 
-    In the balanced gauge b is β_j·b, one β a neuron, and the exchanged gate has the cutoff of all β_j·b_j: the balanced
-    numbers are of the layer whose keys have all been brought to the length and side of their queries.
+    In the balanced gauge b is β_j·b, one β per neuron, and the exchanged gate has the cutoff of all β_j·b_j: the balanced
+    numbers are of the layer whose keys have all been rescaled to the length and sign of their queries.
     """
 
     activation: Activation
@@ -189,7 +189,7 @@ class TopKUnit(Unit):
         require(0 < self.sparsity < 1, self.name, "give the share that is cut off, between 0 and 1")
         share = torch.tensor(self.sparsity, dtype=torch.float32)
         deviations = float(torch.distributions.Normal(0.0, 1.0).icdf(share))
-        require(math.isfinite(deviations), self.name, "give a share that float32 can tell from 0 and 1")
+        require(math.isfinite(deviations), self.name, "give a share that float32 distinguishes from 0 and 1")
         object.__setattr__(self, "deviations", deviations)
 
     @property
@@ -198,7 +198,7 @@ class TopKUnit(Unit):
 
     @property
     def enough_neurons(self) -> int:  # type: ignore[override]
-        """√(n − 1), the deviations one of n can have, are twice the cutoff's, and on every second token one passes it."""
+        """So many that the largest possible deviation, √(n − 1), is twice the cutoff, and every second token passes it."""
         return max(2 + math.ceil(4 * self.deviations**2), math.ceil(0.5 / (1 - self.sparsity)))
 
     @property
@@ -233,10 +233,10 @@ class TopKUnit(Unit):
 
 
 def _with(kind: str, parameters: tuple[float, ...], usual: tuple[float, ...]) -> str:
-    """The kind alone where its parameters are the usual ones."""
+    """The kind alone if its parameters are the usual ones."""
     return kind if parameters == usual else written(kind, *parameters)
 
 
 def _signs(b: Tensor) -> Tensor:
-    """−1, 0 or 1; NaN stays."""
+    """−1, 0 or 1, or NaN."""
     return torch.sign(b) + 0 * b

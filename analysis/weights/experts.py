@@ -1,8 +1,8 @@
-"""The experts of a layer that is a mixture of them: which of its neurons belong to which.
+"""The experts of a layer that is a mixture of experts: which of its neurons belong to which expert.
 
-The neurons of a layer are those of its experts, one expert after the other. Every neuron has the number of its expert,
-ascending from 0; the shared experts, which every token goes to, come last and are one, with the number −1. A dense layer
-has no such numbers: None.
+The neurons of such a layer are those of its experts, in order. ``Experts`` holds the number of every neuron's expert,
+ascending from 0; shared experts, which every token is routed to, come last and count as one, with the number −1. For a
+dense layer it is None.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ Experts = Int64[Tensor, " d_mlp"]
 
 
 def expert_slices(experts: Experts) -> dict[int, slice]:
-    """The neurons of every expert; ValueError if numbers are not in order."""
+    """The neurons of every expert, by number; ValueError if the numbers are not in order."""
     numbers, counts = experts.unique_consecutive(return_counts=True)
     routed = numbers[:-1] if len(numbers) and int(numbers[-1]) == SHARED else numbers
     if bool((routed < 0).any()) or bool((routed.diff() <= 0).any()):
@@ -32,23 +32,23 @@ def expert_slices(experts: Experts) -> dict[int, slice]:
 
 
 def index_within(experts: Experts) -> Experts:
-    """Of every neuron, its index among those of its expert."""
+    """The index of every neuron within its expert."""
     return torch.cat([torch.arange(neurons.stop - neurons.start) for neurons in expert_slices(experts).values()])
 
 
 def same_experts(first: Experts | None, second: Experts | None) -> bool:
-    """Whether two layers are parted into experts alike; two dense ones are."""
+    """Whether two layers have the same experts; two dense layers do."""
     if first is None or second is None:
         return first is second
     return torch.equal(first, second)
 
 
 def expert_name(expert: int) -> str:
-    """Its number, or that it is shared."""
+    """The number of an expert as text, or "shared"."""
     return "shared" if expert == SHARED else str(expert)
 
 
 def neuron_name(place: Mapping[str, Any]) -> str:
-    """A neuron within its layer: 1229, or 3:17 and shared:17 where it has an expert."""
+    """A neuron within its layer as text: 1229, or in a mixture of experts 3:17 or shared:17."""
     neuron, expert = int(place["neuron"]), place.get("expert")
     return str(neuron) if expert is None or expert != expert else f"{expert_name(int(expert))}:{neuron}"

@@ -1,11 +1,12 @@
 """Geometry of a neuron's query, key and value: weights only, no data.
 
 The gain of the norm before the MLP belongs to the map from the residual stream to (a, b), so it is folded into q and k
-before they are compared: q → γ ⊙ q, k → γ ⊙ k. What is applied to the output before it reaches the residual stream, the
-gain of a norm after the MLP or a multiplier, belongs to v likewise: v → γ′ ⊙ v. Then all three live in the residual stream.
+before they are compared: q → γ ⊙ q, k → γ ⊙ k. Whatever is applied to the output before it is added to the residual stream,
+the gain of a norm after the MLP or a multiplier, is likewise folded into v: v → γ′ ⊙ v. Then all three are vectors of the
+residual stream.
 
-The score ‖q‖‖k‖‖v‖ is unchanged by every rescaling that leaves the neuron as it is (k → βk with v → v/β), as are the
-cosines up to sign. Aligned q and k (cosine near 1) make exchange nearly free: the neuron sees a ≈ c·b.
+The score ‖q‖‖k‖‖v‖ is invariant under every rescaling that does not change the neuron (k → βk with v → v/β), as are the
+cosines up to sign. If q and k are aligned (cosine near 1), exchange changes little, because a ≈ c·b.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 _ELEMENTS = 2**17
+"""Elements of a weight matrix that are converted to float64 at once."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,19 @@ class Geometry:
         gain: Float[Tensor, " d_model"],
         value_gain: Float[Tensor, " d_model"] | None = None,
     ) -> "Geometry":
-        """From the weights as the model holds them.
+        """From the weights as stored in the model.
 
         Args:
-            q, k, v: one row a neuron.
-            gain: of the norm before them, ones where there is none.
-            value_gain: what is applied to the layer's output before it reaches the residual stream; None for nothing.
+            q, k, v: one row per neuron.
+            gain: gain of the norm before the MLP; ones if there is none.
+            value_gain: factor applied to the layer's output before it is added to the residual stream; None for none.
         """
         gain, after = gain.double(), torch.ones_like(gain).double() if value_gain is None else value_gain.double()
-        some = [
+        products = [
             _products(q[rows].double() * gain, k[rows].double() * gain, v[rows].double() * after)
             for rows in _rows_at_once(*q.shape)
         ]
-        norm_q, norm_k, norm_v, qk, qv, kv = torch.cat(some, dim=1).cpu()
+        norm_q, norm_k, norm_v, qk, qv, kv = torch.cat(products, dim=1).cpu()
         return cls(qk / (norm_q * norm_k), qv / (norm_q * norm_v), kv / (norm_k * norm_v), norm_q, norm_k, norm_v)
 
     @classmethod
@@ -64,19 +66,19 @@ class Geometry:
 
     @property
     def score(self) -> Float64[Tensor, " d_mlp"]:
-        """‖q‖‖k‖‖v‖: the gauge-invariant size of the neuron."""
+        """‖q‖‖k‖‖v‖: the gauge-invariant size of every neuron."""
         return self.norm_q * self.norm_k * self.norm_v
 
     @property
     def value_weight(self) -> Float64[Tensor, " d_mlp"]:
-        """w_j = ‖v_j‖²: what one unit of h_j² is worth in the layer's output energy."""
+        """w_j = ‖v_j‖²: the output energy per unit of h_j²."""
         return self.norm_v.square()
 
     @property
     def balance(self) -> Float64[Tensor, " d_mlp"]:
-        """β_j = ±‖q_j‖/‖k_j‖, with the sign of cos(q_j, k_j): the rescaling that brings k to the length and side of q.
+        """β_j = ±‖q_j‖/‖k_j‖, with the sign of cos(q_j, k_j): which gives k the length of q and makes cos(q, k) ≥ 0.
 
-        1 where q or k is zero and has neither.
+        1 where q or k is 0.
         """
         ratio = self.norm_q / self.norm_k
         return torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(self.cos_qk), 1.0)
@@ -88,28 +90,28 @@ class Geometry:
         gain: Float[Tensor, " d_model"],
         partners: Int64[Tensor, "draw d_mlp"],
     ) -> "PermutedPairs":
-        """Re-pairings of these neurons, each with the β that balances q_j and the partner's key; 1 where one is zero."""
-        gain, there = gain.double().square(), partners.to(k.device)
-        some = [
-            torch.stack([(q[rows].double() * gain * k[partner[rows]]).sum(dim=1) for partner in there])
+        """The pairs of the permutation null, with the β that balances q_j and the partner's key; β = 1 where one is 0."""
+        squared_gain, on_device = gain.double().square(), partners.to(k.device)
+        products = [
+            torch.stack([(q[rows].double() * squared_gain * k[partner[rows]]).sum(dim=1) for partner in on_device])
             for rows in _rows_at_once(*q.shape)
         ]
-        sides = torch.cat(some, dim=1).cpu()
+        inner = torch.cat(products, dim=1).cpu()
         ratio = self.norm_q / self.norm_k[partners]
-        return PermutedPairs(partners, torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(sides), 1.0))
+        return PermutedPairs(partners, torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(inner), 1.0))
 
     def tensors(self) -> dict[str, Float64[Tensor, " d_mlp"]]:
-        """The fields by name, for writing and for tables."""
+        """The fields by name, for files and tables."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class PermutedPairs:
-    """Random re-pairings of the neurons of a layer, for the null.
+    """Random permutations of the neurons of a layer, for the permutation null.
 
     Attributes:
-        partners: for each draw, the neuron whose b is paired with each neuron's a.
-        balance: the β that brings the partner's key to the length and the side of the neuron's query.
+        partners: for each permutation, the neuron whose b is combined with each neuron's a.
+        balance: the β that gives the partner's key the length of the neuron's query, and makes their cosine ≥ 0.
     """
 
     partners: Int64[Tensor, "draw d_mlp"]
@@ -117,19 +119,19 @@ class PermutedPairs:
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor) -> Float64[Tensor, "product row"]:
-    """Norms of q, k and v, then q·k, q·v and k·v."""
+    """Norms of q, k and v, then q·k, q·v and k·v, of every row."""
     norms = [torch.linalg.vector_norm(x, dim=1) for x in (q, k, v)]
     return torch.stack([*norms, (q * k).sum(dim=1), (q * v).sum(dim=1), (k * v).sum(dim=1)])
 
 
 def _rows_at_once(d_mlp: int, d_model: int) -> Iterator[slice]:
-    """Few rows at a time: in float64 the weights of a large layer are gigabytes."""
+    """Slices of a few rows: the weights of a large layer would be gigabytes in float64."""
     size = max(1, _ELEMENTS // d_model)
     return (slice(start, start + size) for start in range(0, d_mlp, size))
 
 
 def derangements(d_mlp: int, draws: int, seed: int) -> Int64[Tensor, "draw d_mlp"]:
-    """Random re-pairings of neurons in which no neuron keeps its own b: each is one cycle through a random order."""
+    """Random permutations in which no neuron keeps its own b: each is one cycle through a random order of all neurons."""
     generator = torch.Generator().manual_seed(seed)
     partners = torch.empty(draws, d_mlp, dtype=torch.int64)
     for draw in range(draws):

@@ -12,7 +12,7 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from analysis.measures.estimates import FEW_EXPERT_TOKENS
+from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.run import Run
 from analysis.weights.experts import expert_name, neuron_name
 from reports.html.payload import packed

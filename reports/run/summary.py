@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from analysis.measures.estimates import CHANGED, FEW_EXPERT_TOKENS, TOKEN_MEASURES
+from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE
 from analysis.measures.jackknife import FEW_JACKKNIFE_BLOCKS
+from analysis.measures.token_numbers import CHANGED, TOKEN_MEASURES
 from analysis.run import Run
 from analysis.weights.experts import SHARED, neuron_name
 from reports.run.figures import interval

@@ -125,12 +125,12 @@ def test_an_action_leaves_the_form_it_acts_on_alone() -> None:
         (KeyValueMemory, SignFlip(), "has keys only"),
         (KeyValueMemory, ChangeOfBasis(BASIS), "has keys only"),
         (GlobalQueryMemory, Exchange(), "has one query for all of its keys"),
-        (Rank1BilinearAttention, ChangeOfBasis(BASIS), "its change of basis is the scaling"),
-        (GatedMLP, ChangeOfBasis(BASIS), "its change of basis is the scaling"),
+        (Rank1BilinearAttention, ChangeOfBasis(BASIS), "use Scaling instead"),
+        (GatedMLP, ChangeOfBasis(BASIS), "use Scaling instead"),
         (LowRankGated, ChangeOfBasis(BASIS[:2, :2]), r"A is \[2, 2\]: LowRankGated here needs \[3, 3\]"),
         (BilinearAttention, ChangeOfBasis(BASIS), r"needs \[4, 4\]"),
-        (GatedMLP, Permutation(torch.tensor([0, 1, 2, 3, 3])), "no permutation of 5 neurons"),
-        (GatedMLP, Permutation(torch.tensor([0, 1])), "no permutation of 5 neurons"),
+        (GatedMLP, Permutation(torch.tensor([0, 1, 2, 3, 3])), "not a permutation of 5 neurons"),
+        (GatedMLP, Permutation(torch.tensor([0, 1])), "not a permutation of 5 neurons"),
     ],
 )
 def test_an_action_that_is_not_defined_on_a_form_is_refused(kind: type[Form], action: Action, complaint: str) -> None:

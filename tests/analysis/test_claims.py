@@ -118,7 +118,7 @@ def test_claims_about_other_units_are_those_written_by_hand_and_hold(name: str) 
 
 
 def test_a_unit_of_which_nothing_is_known_has_no_prediction() -> None:
-    with pytest.raises(ValueError, match="nothing is known of the unit clamped"):
+    with pytest.raises(ValueError, match="no properties of the unit clamped"):
         predicted(GatedMLP, Exchange, ClampedUnit())
 
 

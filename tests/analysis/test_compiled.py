@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from analysis.sums import compiled
 from analysis.sums import tiled as tile
 from analysis.sums.eager import Plan, TileSums, tile_sums
-from analysis.sums.kernel import reducer_of
 from analysis.sums.layout import Layout
 from analysis.sums.moments import Accumulator, Moments
+from analysis.sums.reducers import reducer_of
 from analysis.sums.tiled import ELEMENTS_ON_A_GPU, TEMPORARIES, TILE, TileReducer, tile_on
 from analysis.units.registry import GatedUnit, Unit, unit_named
 from analysis.weights.geometry import derangements
@@ -212,7 +212,7 @@ def test_tiles_hold_every_counted_token_once(lengths: tuple[int, ...], tokens: i
     there = [t.places.flatten() if t.live is None else t.places[t.live] for t in tiles]
     assert torch.equal(torch.cat([batch.counted[:0], *there]), batch.counted)
     assert [len(places) for places in there] == [t.n_tokens for t in tiles]
-    assert [t.block for t in tiles for _ in range(t.n_tokens)] == batch.blocks.tolist()
+    assert [t.jackknife_block for t in tiles for _ in range(t.n_tokens)] == batch.blocks.tolist()
     if are_padded:
         assert all(t.places.shape[0] >= 2 and t.places.shape[1] == TILE for t in tiles)
 
@@ -259,7 +259,7 @@ def test_taking_in_a_batch_waits_for_nothing(device: str, options: dict[str, Any
     monkeypatch.setattr(tile, "compiled_sums", tile_sums)
     case = case_of("gelu")
     reduce = reducer(case, device=device, **options)
-    monkeypatch.setattr(reduce, "_proved", True)
+    monkeypatch.setattr(reduce, "_verified", True)
     accumulator = Accumulator(12, reduce)
     a, b = (padded(x, LENGTHS).to(device) for x in (case.a, case.b))
     batch = batch_of(LENGTHS, BLOCKS, device=device)

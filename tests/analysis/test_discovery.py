@@ -9,6 +9,7 @@ from torch import Tensor
 
 from analysis.measures import asymmetry as measures
 from analysis.measures.asymmetry import LAYER_MEASURES
+from analysis.measures.excess import layer_nulls
 from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE, false_discovery, repaired_p
 from analysis.measures.jackknife import t95
 from analysis.measures.permutation_null import permutation_variance
@@ -138,7 +139,7 @@ def test_planted_neurons_are_those_that_are_listed(name: str) -> None:
         found = layer(100 + seed, planted)
         listed = found_in(found.moments, name)
         hits, false = hits + int(listed[:planted].sum()), false + int(listed[planted:].sum())
-        numbers = found.estimates.layer_nulls(name)
+        numbers = layer_nulls(found.estimates, name)
         assert numbers[f"{name}_excess_repaired"] < 0
         assert_close(found.moments.neuron["exchange_gap"][:planted], torch.zeros(planted))
     assert hits >= 0.95 * 10 * planted
@@ -149,7 +150,7 @@ def held(layers: list[Layer], name: str) -> float:
     """In what share of layers the 95 % interval of the excess holds 0."""
     inside = []
     for layer in layers:
-        numbers = layer.estimates.layer_nulls(name)
+        numbers = layer_nulls(layer.estimates, name)
         reach = t95(BLOCKS) * numbers[f"{name}_excess_repaired_se"]
         inside.append(abs(numbers[f"{name}_excess_repaired"]) <= reach)
     return sum(inside) / len(inside)

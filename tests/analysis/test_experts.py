@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.measures.estimates import FEW_EXPERT_TOKENS, Estimates
+from analysis.measures.estimates import Estimates
+from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.measures.gaussian_null import GaussianFit, gaussian_nulls
 from analysis.measures.permutation_null import experts_permutation_variance, permutation_variance
 from analysis.sums import tiled as tile
 from analysis.sums.batch import Batch, Window
 from analysis.sums.eager import tile_sums
 from analysis.sums.extremes import TOP_TOKENS, Heaviest, TopTokens
-from analysis.sums.kernel import EXPERT_TILE, TILE, FusedReducer, _tiled
 from analysis.sums.layout import QUADRANTS, Layout
 from analysis.sums.moments import (
     BLOCK_RATIO_BINS,
@@ -29,6 +29,7 @@ from analysis.sums.moments import (
     Moments,
 )
 from analysis.sums.reducer import Reducer, TokenSums, Totals
+from analysis.sums.reducers import EXPERT_TILE, TILE, FusedReducer, _tiled
 from analysis.sums.tiled import TileReducer
 from analysis.units.registry import GatedUnit
 from analysis.weights.experts import SHARED, expert_slices, index_within, neuron_name
@@ -679,12 +680,12 @@ def test_an_experts_tiles_wait_for_nothing(layer: Mixture, compiled: bool, monke
     moved = {field.name: getattr(layer.batch, field.name) for field in fields(Batch) if field.init}
     moved |= {name: x.to("meta") for name, x in moved.items() if isinstance(x, Tensor)}
     made = TileReducer(case.unit, case.layout, case.geometry, case.pairing, "meta", tile=128, compiled=compiled)
-    monkeypatch.setattr(made, "_proved", True)
+    monkeypatch.setattr(made, "_verified", True)
     totals, whole = Totals.empty(layer.d_mlp, case.layout, "meta"), Batch(**moved)
     a, b, places, weight = (x.to("meta") for x in (a, b, places, weight))
     tokens, heaviest = TokenSums.empty(len(case.layout.token_measures), 29, "meta"), Heaviest.empty(29, "meta")
     with Waits():
         part = whole._part(places, weight, routed.runs)
         tokens.add_at(part.ranks, made.add(a, b, part, totals.of(slice(0, 3))))  # type: ignore[arg-type]
-        heaviest.see(a[part.counted], made.value_weight, part.ranks, 0)  # type: ignore[arg-type]
+        heaviest.add(a[part.counted], made.value_weight, part.ranks, 0)  # type: ignore[arg-type]
         TopTokens.among(tokens.energy, heaviest, whole)

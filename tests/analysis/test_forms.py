@@ -254,7 +254,7 @@ def test_biases_are_a_constant_coordinate(unit: object) -> None:
     biased = GatedMLP(bare.unit, bare.q, bare.k, bare.v, **biases)
     a, b = x @ bare.q.T + biases["q_bias"], x @ bare.k.T + biases["k_bias"]
     close(biased(x), unit(a, b) @ bare.v + biases["v_bias"])
-    with pytest.raises(ValueError, match="has biases: take absorbed_biases"):
+    with pytest.raises(ValueError, match="has biases: use absorbed_biases"):
         symmetric_sibling(biased)
 
 

@@ -94,7 +94,7 @@ def test_groups_are_those_that_were_planted() -> None:
     k[4], q[4] = k[3], q[3]  # the same pair twice: two neurons, one rank
     groups = value_groups(q, k, v, 0.9)
     assert [(group.neurons, group.rank) for group in groups] == [((1, 5, 9), 3), ((3, 4), 1)]
-    assert value_groups(q, k, v, 0.9, block=5) == groups
+    assert value_groups(q, k, v, 0.9, rows_at_once=5) == groups
     assert [group.neurons for group in value_groups(q, k, v, 1.0)] == [(1, 5), (3, 4)]
 
 

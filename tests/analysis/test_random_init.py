@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 import torch
 
+from analysis.compare import layer_excess
 from analysis.measures import asymmetry as measures
 from analysis.measures.jackknife import pooled_replicates
-from analysis.random_init import layer_excess
 from analysis.run import Run
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model

@@ -52,7 +52,7 @@ def test_streamed_moments_are_those_of_cached_activations(tiny_llama: Path, llam
     reduce = TileReducer(site.unit, layout, geometry, pairing, dtype=torch.float64)
     n_windows = run.corpus[0]["n_windows"]
     for window, a, b in cached(tiny_llama, llama, layer):
-        total += Moments.of(a, b, reduce, window, block=window.index * N_JACKKNIFE_BLOCKS // n_windows)
+        total += Moments.of(a, b, reduce, window, jackknife_block=window.index * N_JACKKNIFE_BLOCKS // n_windows)
     torch.testing.assert_close(found.moments.neuron.values, total.neuron.values, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(found.moments.pooled.values, total.pooled.values, rtol=1e-4, atol=1e-2)
     assert found.moments.n_tokens == total.n_tokens == run.corpus[0]["tokens_counted"]

@@ -251,7 +251,7 @@ def test_what_the_interactions_of_smollm2_show(smollm2: LoadedModel) -> None:
     q, k, v = (weight[:40, :64] for weight in (q, k, v))
     whole = torch.einsum("ju,ja,jb->uab", v, q, k)
     brute = ((whole - whole.mT) / 2).square().sum() / whole.square().sum()
-    assert antisymmetric_share(q, k, v, block=7) == pytest.approx(float(brute), rel=1e-10)
+    assert antisymmetric_share(q, k, v, rows_at_once=7) == pytest.approx(float(brute), rel=1e-10)
 
 
 @pytest.fixture(scope="module")

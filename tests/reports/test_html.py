@@ -163,7 +163,7 @@ def test_a_number_that_is_not_there_is_a_dash(llama: LoadedModel) -> None:
     page = Page(report_html(poor, tables, draw_all(tables)))
     assert "nan" not in page.text.lower().replace("antisymmetr", "").split()
     assert "–" in page.text
-    assert "scale 0.5 was not among --alphas" in page.text
+    assert "scale 0.5 is not among --alphas" in page.text
 
 
 def test_ids_are_unique_and_figures_take_the_pages_colours(html: str, figures: dict[str, Figure]) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from analysis.errors import UserError
-from analysis.measures.estimates import FEW_EXPERT_TOKENS
+from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.run import MOMENTS_FILE, Layer, Run
 from analysis.storage.hashing import sha256_of
 from analysis.weights.experts import SHARED
@@ -103,7 +103,7 @@ def test_merged_runs_hold_the_tokens_of_both(run: Run) -> None:
 def test_runs_with_other_experts_do_not_merge(run: Run, other: str) -> None:
     experts = {"more": torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3, -1, -1, -1]), "none": None, "fewer": torch.zeros(12).long()}
     changed = replace(run.layers[1], experts=experts[other])
-    with pytest.raises(UserError, match="layer 1 is parted into other experts in the second run"):
+    with pytest.raises(UserError, match="layer 1 has other experts in the second run"):
         Run.merge([run, replace(other_windows(run), layers=run.layers | {1: changed})])
 
 

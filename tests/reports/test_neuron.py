@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from analysis.errors import UserError
-from analysis.neuron import AFTER, BEFORE, SAMPLED, Context, NeuronRecord, Seen, by_quadrant
+from analysis.neuron import AFTER, BEFORE, SAMPLED, Context, NeuronRecord, NeuronSample, by_quadrant
 from analysis.sums.batch import Window
 from analysis.units.registry import Unit, unit_named
 from analysis.weights.readouts import ends, excitation, nearest, pair_cosines, promoted
@@ -52,18 +52,18 @@ def random_windows(count: int, seed: int = 0) -> list[tuple[Window, Tensor, Tens
     return found
 
 
-def seen_of(windows: Sequence[tuple[Window, Tensor, Tensor]], size: int, unit: Unit = PRODUCT) -> Seen:
-    total = Seen.empty(size)
+def seen_of(windows: Sequence[tuple[Window, Tensor, Tensor]], size: int, unit: Unit = PRODUCT) -> NeuronSample:
+    total = NeuronSample.empty(size)
     for window, a, b in windows:
-        total += Seen.of(a, b, unit, window, size)
+        total += NeuronSample.of(a, b, unit, window, size)
     return total
 
 
-def same(first: Seen, second: Seen) -> None:
+def same(first: NeuronSample, second: NeuronSample) -> None:
     """Equal to the last bit."""
     assert first.n_tokens == second.n_tokens
-    assert torch.equal(first.sample.keys, second.sample.keys)
-    assert torch.equal(first.sample.values, second.sample.values)
+    assert torch.equal(first.pairs.keys, second.pairs.keys)
+    assert torch.equal(first.pairs.values, second.pairs.values)
     for mine, theirs in zip(first.strongest, second.strongest, strict=True):
         assert torch.equal(mine.h, theirs.h)
         assert torch.equal(mine.places, theirs.places)
@@ -89,8 +89,8 @@ def test_what_is_kept_is_what_a_plain_loop_over_everything_would_keep() -> None:
     ]
     assert seen.n_tokens == len(tokens) > SAMPLED
     hashed = sorted((split_mix(window * 2**32 + position + 1), a, b) for window, position, a, b in tokens)[:SAMPLED]
-    assert seen.sample.keys.tolist() == [key for key, _, _ in hashed]
-    assert seen.sample.values.T.tolist() == [[a, b] for _, a, b in hashed]
+    assert seen.pairs.keys.tolist() == [key for key, _, _ in hashed]
+    assert seen.pairs.values.T.tolist() == [[a, b] for _, a, b in hashed]
     for quadrant, strongest in zip(QUADRANTS, seen.strongest, strict=True):
         mine = [
             (-abs(h), window, position)
@@ -106,7 +106,7 @@ def test_what_is_kept_is_what_a_plain_loop_over_everything_would_keep() -> None:
 def test_a_token_on_which_it_is_silent_is_no_context() -> None:
     silent = random_windows(3)[2]
     seen = seen_of([silent], 4)
-    assert seen.n_tokens == silent[0].n_counted == len(seen.sample.keys)
+    assert seen.n_tokens == silent[0].n_counted == len(seen.pairs.keys)
     assert all(len(strongest.h) == 0 for strongest in seen.strongest)
 
 
@@ -120,8 +120,8 @@ def test_grouping_and_order_change_nothing() -> None:
     for some in permutations(parts[:3]):
         same(some[0] + (some[1] + some[2]), (parts[0] + parts[1]) + parts[2])
     same(whole, reduce(add, parts))
-    same(whole, whole + Seen.empty(4))
-    inside = parts[0].sample.keys, parts[0].strongest[0].h
+    same(whole, whole + NeuronSample.empty(4))
+    inside = parts[0].pairs.keys, parts[0].strongest[0].h
     before = [tensor.clone() for tensor in inside]
     _ = parts[0] + parts[1]
     assert all(torch.equal(*pair) for pair in zip(before, inside, strict=True))
@@ -190,7 +190,7 @@ def test_readouts_are_the_models_own_matrices(
         readout, ordered = found.readouts[name], sorted(values)
         assert [value for _, value in readout.highest] == pytest.approx(ordered[:-7:-1], rel=1e-5, abs=1e-6)
         assert [value for _, value in readout.lowest] == pytest.approx(ordered[:6], rel=1e-5, abs=1e-6)
-        assert readout.spread == pytest.approx(float(np.std(values)), rel=1e-5)
+        assert readout.standard_deviation == pytest.approx(float(np.std(values)), rel=1e-5)
         best = model.tokenizer.decode([int(np.argmax(values))])
         assert readout.highest[0][0] == best
     assert found.output_gain == ("model.norm, γ = 1 + weight" if offset else "model.norm, γ = weight")
