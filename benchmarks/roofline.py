@@ -25,10 +25,10 @@ import torch
 import typer
 
 from analysis.sums.batch import Batch, Window
+from analysis.sums.fused_reducer import TILE, FusedReducer
 from analysis.sums.kernel import _fast
 from analysis.sums.layout import Layout
 from analysis.sums.reducer import Totals
-from analysis.sums.reducers import TILE, FusedReducer
 from analysis.units.registry import unit_named
 from analysis.weights.geometry import Geometry, derangements
 from benchmarks.common import report

@@ -16,7 +16,7 @@ import torch
 from analysis import __version__
 from analysis.errors import UserError
 from analysis.run import Layer, Run
-from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS, check_alphas
 from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS
 from hooks.corpus import Corpus
 from hooks.locating.sites import Mixture, Site
@@ -26,7 +26,6 @@ from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import batch_size_for, read_through
 from hooks.reading.first_window import controls_of, verified_on_text
 
-SMALLEST_ALPHA, LARGEST_ALPHA = 1e-4, 1e4
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy", "numba")
 
 
@@ -60,10 +59,7 @@ def analyze(
         raise UserError(f"a batch of {batch_size} windows cannot be read: use at least 1")
     if draws < 1:
         raise UserError(f"{draws} permutations cannot be drawn: use at least 1")
-    if not all(SMALLEST_ALPHA <= abs(alpha) <= LARGEST_ALPHA for alpha in alphas):
-        raise UserError(
-            f"alphas {list(alphas)} must lie between 1e-4 and 1e4: the limits 0 and ∞ are added where they exist"
-        )
+    check_alphas(alphas)
     started = time.perf_counter()
     chosen = select_layers(model, layers)
     size = batch_size_for(model, corpus) if batch_size is None else batch_size

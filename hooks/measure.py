@@ -14,7 +14,7 @@ from pathlib import Path
 from analysis.causal.edits import parse_edits
 from analysis.errors import UserError
 from analysis.full_run import FullRun
-from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
+from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS, check_alphas
 from hooks.causal import MODES, measure_causal
 from hooks.collect import analyze
 from hooks.corpus import DEFAULT_CONTEXT, SAMPLE, check_windows
@@ -67,6 +67,7 @@ def measure(
             ``measure_causal`` raise. Arguments are checked before the model is loaded.
     """
     check_windows(context, skip_positions, shard)
+    check_alphas(alphas)
     names = None if edits is None else parse_edits(edits)
     _check_causal(causal, is_asked=edits is not None or causal_tokens is not None, resume=resume)
     load = partial(load_model, model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)

@@ -72,7 +72,7 @@ def module_of(path: Path) -> str:
 def unlisted(folder: Path, docstring: str) -> set[str]:
     """Files and rooms of a folder without a line of their own in its docstring, and lines without a file."""
     there = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
-    return (there - {"__init__"}) ^ set(re.findall(r"^    (\w+)  +\S", docstring, re.MULTILINE))
+    return (there - {"__init__"}) ^ set(re.findall(r"^ *(\w+)  +\S", docstring, re.MULTILINE))
 
 
 @pytest.mark.parametrize("package", ALLOWED)

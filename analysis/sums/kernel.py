@@ -9,7 +9,7 @@ Products are float32 and summed over at most 256 tokens in float32, in the lanes
 in ``analysis.sums.tiled``, whose float64 results every sum is tested against.
 
 All compiled code is in this file, because numba's cache on disk does not notice changes elsewhere. ``FusedReducer`` in
-``analysis.sums.reducers`` calls it.
+``analysis.sums.fused_reducer`` calls it.
 """
 
 import math

@@ -16,10 +16,10 @@ from torch.nn.functional import linear
 
 from analysis.run import Layer
 from analysis.sums.batch import Batch
+from analysis.sums.fused_reducer import reducer_of
 from analysis.sums.layout import Layout
 from analysis.sums.moments import Accumulator, Part
 from analysis.sums.reducer import Reducer
-from analysis.sums.reducers import reducer_of
 from analysis.weights.geometry import Geometry, PermutedPairs, derangements
 from analysis.weights.interactions import antisymmetric_share, pooled_antisymmetric_share
 from hooks.locating.norm_gains import NOTHING_AFTER

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from analysis.sums import compiled
 from analysis.sums import tiled as tile
 from analysis.sums.eager import Plan, TileSums, tile_sums
+from analysis.sums.fused_reducer import reducer_of
 from analysis.sums.layout import Layout
 from analysis.sums.moments import Accumulator, Moments
-from analysis.sums.reducers import reducer_of
 from analysis.sums.tiled import ELEMENTS_ON_A_GPU, TEMPORARIES, TILE, TileReducer, tile_on
 from analysis.units.registry import GatedUnit, Unit, unit_named
 from analysis.weights.geometry import derangements

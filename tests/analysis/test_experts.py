@@ -18,6 +18,7 @@ from analysis.sums import tiled as tile
 from analysis.sums.batch import Batch, Window
 from analysis.sums.eager import tile_sums
 from analysis.sums.extremes import TOP_TOKENS, Heaviest, TopTokens
+from analysis.sums.fused_reducer import EXPERT_TILE, TILE, FusedReducer, _tiled
 from analysis.sums.layout import QUADRANTS, Layout
 from analysis.sums.moments import (
     BLOCK_RATIO_BINS,
@@ -29,7 +30,6 @@ from analysis.sums.moments import (
     Moments,
 )
 from analysis.sums.reducer import Reducer, TokenSums, Totals
-from analysis.sums.reducers import EXPERT_TILE, TILE, FusedReducer, _tiled
 from analysis.sums.tiled import TileReducer
 from analysis.units.registry import GatedUnit
 from analysis.weights.experts import SHARED, expert_slices, index_within, neuron_name

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from analysis.sums import kernel as fused
 from analysis.sums.batch import Batch, Window
+from analysis.sums.fused_reducer import NEURONS_AT_ONCE, TILE, FusedReducer, reducer_of
 from analysis.sums.kernel import KINDS
 from analysis.sums.layout import Layout
 from analysis.sums.moments import Accumulator, Moments
-from analysis.sums.reducers import NEURONS_AT_ONCE, TILE, FusedReducer, reducer_of
 from analysis.sums.tiled import TileReducer
 from analysis.units.activations import ACTIVATIONS
 from analysis.units.registry import GatedUnit, unit_named

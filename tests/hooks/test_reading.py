@@ -85,7 +85,7 @@ def test_a_layer_that_took_in_half_a_batch_is_not_trusted(llama: LoadedModel, mo
     def torn(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("analysis.sums.reducers.FusedReducer.add", torn)
+    monkeypatch.setattr("analysis.sums.fused_reducer.FusedReducer.add", torn)
     with pytest.raises(UserError, match="out of memory"):
         read(llama)
 
