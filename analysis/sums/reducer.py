@@ -1,7 +1,7 @@
 """What reduces a batch of activations to sums, and the sums it adds to: the interface between ``Accumulator`` and reducers.
 
-``analysis.sums.tiled`` has the reducer for every device, precision and unit, in torch; ``analysis.sums.fused_reducer`` the fast
-one for a CPU.
+``analysis.sums.tiled`` has the reducer for every device, precision and unit, in torch; ``analysis.sums.fused_reducer`` the
+fast one for a CPU.
 """
 
 from abc import ABC, abstractmethod
