@@ -11,8 +11,8 @@ run        the results for one model on one corpus: save, load, merge
 
 import os
 
-# Idle threads of GNU OpenMP spin for milliseconds and block a core that other threads could use, our own included. This
+# Idle threads of GNU OpenMP spin for milliseconds and occupy a core that other threads could use, our own included. This
 # spin count covers work that follows immediately. It has an effect only if set before torch is imported.
-# os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 __version__ = "0.1.0"

@@ -76,7 +76,7 @@ class Geometry:
 
     @property
     def balance(self) -> Float64[Tensor, " d_mlp"]:
-        """β_j = ±‖q_j‖/‖k_j‖, with the sign of cos(q_j, k_j): which gives k the length of q and makes cos(q, k) ≥ 0.
+        """β_j = ±‖q_j‖/‖k_j‖, with the sign of cos(q_j, k_j); it gives k the length of q and makes cos(q, k) ≥ 0.
 
         1 where q or k is 0.
         """
