@@ -142,7 +142,7 @@ def _statistics(model: LoadedModel, corpus: Corpus, batch: int, kept: Kept) -> S
     sums = {}
     for layer, site in model.sites.items():
         geometry = Geometry.of(*site.weights.matrices, site.gain, site.value_gain)
-        pairing = geometry.pairing(site.q, site.k, site.gain, derangements(len(site.q), DEFAULT_DRAWS, layer))
+        pairing = geometry.permuted_pairs(site.q, site.k, site.gain, derangements(len(site.q), DEFAULT_DRAWS, layer))
         reduce = TileReducer(site.unit, Layout.of(site.unit, DEFAULT_ALPHAS), geometry, pairing)
         accumulator = Accumulator(len(site.q), reduce)
         for number, (a, b) in enumerate(kept[layer]):

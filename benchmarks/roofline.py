@@ -79,7 +79,7 @@ def _fused(d_mlp: int, tokens: int) -> float:
     q, k, v, gain = *torch.randn(3, d_mlp, 64), torch.ones(64)
     geometry, unit = Geometry.of(q, k, v, gain), unit_named("silu")
     layout = Layout.of(unit)
-    reduce = FusedReducer(unit, layout, geometry, geometry.pairing(q, k, gain, derangements(d_mlp, layout.draws, 0)))
+    reduce = FusedReducer(unit, layout, geometry, geometry.permuted_pairs(q, k, gain, derangements(d_mlp, layout.draws, 0)))
     windows = [Window(i, torch.zeros(TILE, dtype=torch.int64), 0) for i in range(tokens // TILE)]
     batch, totals = Batch.of(windows, [i * 16 // len(windows) for i in range(len(windows))]), Totals.empty(d_mlp, layout)
     a, b = torch.randn(2, len(windows) * TILE, d_mlp)

@@ -83,7 +83,7 @@ class Geometry:
         ratio = self.norm_q / self.norm_k
         return torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(self.cos_qk), 1.0)
 
-    def pairing(
+    def permuted_pairs(
         self,
         q: Float[Tensor, "d_mlp d_model"],
         k: Float[Tensor, "d_mlp d_model"],
