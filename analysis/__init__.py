@@ -21,7 +21,7 @@ Rooms, each importing only from those above it, and the files beside them:
 
 import os
 
-# Idle threads of GNU OpenMP spin for milliseconds and block a core that other threads could use, our own included. This
+# Idle threads of GNU OpenMP spin for milliseconds and occupy a core that other threads could use, our own included. This
 # spin count covers work that follows immediately. It has an effect only if set before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 

@@ -1,4 +1,4 @@
-"""Against the usual ways: cache every gate and up activation, then compute.
+"""The activation pass compared with the usual way: cache every gate and up activation, then compute.
 
     python -m benchmarks.against [MODEL] [--tokens 16384] [--ways analysis,cache,nnsight]
 
@@ -6,10 +6,10 @@
     cache       TransformerLens: run_with_cache of the gate and up activations, then the same statistics from the cache
     nnsight     the same with nnsight's traces (pip install nnsight)
 
-Each way runs in a process of its own, over the same tokens. Its memory is what the process held at most beyond what it held
-once the model was loaded. The sums of every neuron are held against the first way's, in parts of the largest of their row.
-nnsight reads the same pass and must agree within 1e-5; TransformerLens computes attention in its own way, which moves a
-single neuron of a deep layer by some 1e-4: within 1e-3.
+Each way runs in a process of its own, over the same tokens. Its memory is the peak of the process beyond its memory after
+loading the model. The sums of every neuron are compared with those of the first way, relative to the largest of their row.
+nnsight reads the same pass and must agree within 1e-5; TransformerLens has its own implementation of attention, which
+changes a single neuron of a deep layer by some 1e-4: it must agree within 1e-3.
 """
 
 import analysis  # noqa: F401  before torch, as in a run
@@ -82,7 +82,7 @@ def main(
 
 
 def _difference(sums: Sums, reference: Sums) -> float:
-    """The largest difference of a sum, in parts of the largest of its row."""
+    """The largest difference of a sum, relative to the largest sum of its row."""
     return max(
         float((np.abs(mine - reference[layer]).max(1) / np.abs(reference[layer]).max(1).clip(1e-30)).max())
         for layer, mine in sums.items()
@@ -138,11 +138,11 @@ def _tokens(corpus: Corpus, start: int, batch: int) -> Tensor:
 
 
 def _statistics(model: LoadedModel, corpus: Corpus, batch: int, kept: Kept) -> Sums:
-    """The same sums from what was cached, in torch."""
+    """The same sums from the cached activations, in torch."""
     sums = {}
     for layer, site in model.sites.items():
         geometry = Geometry.of(*site.weights.matrices, site.gain, site.value_gain)
-        pairing = geometry.pairing(site.q, site.k, site.gain, derangements(len(site.q), DEFAULT_DRAWS, layer))
+        pairing = geometry.permuted_pairs(site.q, site.k, site.gain, derangements(len(site.q), DEFAULT_DRAWS, layer))
         reduce = TileReducer(site.unit, Layout.of(site.unit, DEFAULT_ALPHAS), geometry, pairing)
         accumulator = Accumulator(len(site.q), reduce)
         for number, (a, b) in enumerate(kept[layer]):

@@ -1,9 +1,9 @@
-"""What an exact causal sweep costs, in forward passes over the same tokens.
+"""The cost of an exact causal sweep, in forward passes over the same tokens.
 
     python -m benchmarks.causal [MODEL] [--tokens 64] [--layers 4]
 
-Two edits, exchange and the removal of the MLP, on two windows of so many tokens. The sweep's own counts of blocks and
-unembeddings, and its seconds beside those of one whole pass.
+Two edits, exchange and the removal of the MLP, on two windows of that many tokens. Reports the sweep's counts of blocks
+and unembeddings, and its seconds beside those of one whole pass.
 """
 
 import analysis  # noqa: F401  before torch, as in a run

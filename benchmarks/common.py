@@ -1,4 +1,4 @@
-"""What every benchmark needs: the machine for its record, a long text, the memory that was held, a table."""
+"""What every benchmark needs: a description of the machine, a long text, peak memory, a table."""
 
 import json
 import platform
@@ -33,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def long_corpus(model: LoadedModel, tokens: int, context: int = 256) -> Corpus:
-    """That many tokens of the sample, over and over."""
+    """That many tokens of the sample text, repeated."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(sample_text() * (1 + tokens // SAMPLE_TOKENS))
         file.flush()
@@ -41,7 +41,7 @@ def long_corpus(model: LoadedModel, tokens: int, context: int = 256) -> Corpus:
 
 
 def peak_memory() -> int:
-    """Bytes that this process held at most until now."""
+    """Peak memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -1,10 +1,10 @@
-"""What reading a mixture of experts costs, as the number of experts grows and that of routed tokens does not.
+"""The cost of analysing a mixture of experts, as the number of experts grows and that of routed tokens does not.
 
     python -m benchmarks.experts [--tokens 4096] [--turns 5] [--experts 4,16,64]
 
-A Mixtral of random weights, in which every token goes to two experts, beside a Llama whose one MLP is as wide as these two.
-``a token and neuron`` is the time of the sums alone, that of the analysis without that of a plain pass, over the tokens and
-the neurons that each of them reaches. Time and memory must follow the routed tokens, not the experts.
+A Mixtral of random weights, in which every token is routed to two experts, beside a Llama whose MLP is as wide as these
+two. ``a token and neuron`` is the time of the sums alone, the analysis minus a plain pass, per token and neuron of its
+experts. Time and memory should grow with the routed tokens, not with the experts.
 """
 
 import analysis  # noqa: F401  before torch, as in a run

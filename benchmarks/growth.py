@@ -2,7 +2,7 @@
 
     python -m benchmarks.growth
 
-Tokens and layers on SmolLM2, the first layers of it for the second; width on random Llamas of one layer whose d_mlp grows
+Tokens and layers on SmolLM2, for layers on its first ones; width on random Llamas of one layer whose d_mlp grows
 while d_model stays 256. Each point is the median of three passes; an exponent is the slope of log(time) over log(size).
 """
 

@@ -3,7 +3,7 @@
     python -m benchmarks.memory [MODEL] [--tokens 2048,4096,16384,65536]
 
 Each length runs in a process of its own. The peak is that of the whole process, model and libraries included; the last
-column is the same beyond what was held once the model was loaded.
+column is the part beyond the memory after loading the model.
 """
 
 import analysis  # noqa: F401  before torch, as in a run

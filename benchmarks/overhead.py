@@ -1,15 +1,15 @@
-"""What the analysis costs beside a plain forward pass of the same model over the same tokens.
+"""The cost of the analysis compared with a plain forward pass of the same model over the same tokens.
 
     python -m benchmarks.overhead [MODEL] [--dtype float32] [--batch 8] [--context 256] [--batches 2] [--pairs 7]
 
-Three passes in turn, so that whatever else the machine does falls on all of them, and the median of their ratios:
+Three passes in turn, so that other load on the machine affects all of them, and the median of their ratios:
 
-    plain       Hugging Face with logits, as anyone would run it: model(ids, use_cache=False)
+    plain       the Hugging Face model with logits: model(ids, use_cache=False)
     no head     the same without the unembedding
     analysis    ``analyze``'s activation pass over the same tokens with every default measure
 
-On a CPU the first two run in a process of their own, which has not been told to keep freed memory (``analysis.memory``).
-With --keep it has: then the ratio is what the statistics alone cost.
+On a CPU the first two run in a process of their own, which does not keep freed memory (``analysis.memory``). With --keep
+it does: then the ratio shows the cost of the statistics alone.
 """
 
 import analysis  # noqa: F401  before torch, as in a run
@@ -89,7 +89,7 @@ def main(
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds until it is done, on the device too."""
+    """Seconds until it is done, the device included."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     started = time.perf_counter()
@@ -130,7 +130,7 @@ def _elsewhere(name: str, dtype: str, tokens: tuple[torch.Tensor, ...], keep: bo
 
 
 def _serve(asked: Connection, name: str, dtype: str, keep: bool) -> None:
-    """A plain Hugging Face model that runs when it is asked to."""
+    """A Hugging Face model that runs on request."""
     model, _ = load_files(locate(name, None, False), resolve_dtype(dtype), False)
     model = model.to(resolve_dtype(dtype)).eval()
     tokens, cpu = asked.recv(), resolve_device("cpu")

@@ -1,10 +1,10 @@
-"""How far the numbers move when the model runs in bfloat16 or float16 instead of float32.
+"""How far the numbers change when the model runs in bfloat16 or float16 instead of float32.
 
     python -m benchmarks.precision [MODEL] [--tokens N] [--out FILE]
 
 The same windows are read in each precision; statistics are in float32 products and float64 sums every time. For each column
 the table gives the largest and the median difference to float32 over the layers, and the median standard error beside it: a
-difference below the error is one that more text could have made.
+difference below the error is smaller than the variation between texts.
 """
 
 import json

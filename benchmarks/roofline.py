@@ -1,11 +1,11 @@
-"""What the fused pass asks of the machine, and what the machine can do.
+"""What the fused pass requires of the machine, and what the machine can do.
 
     python -m benchmarks.roofline [--d-mlp 1536] [--tokens 2048]
 
 Operations are counted from the source of ``analysis.sums.kernel`` for SiLU and the default layout, per token and neuron:
 float32 additions, multiplications, comparisons and conversions one each, a fused multiplication and addition two, a
-division apart. Bytes are those that must pass between a core and what lies behind its caches. The machine's rates are
-measured: a polynomial and divisions on one row in the first-level cache with the same compiler and settings, and copying
+division apart. Bytes are those that must be transferred between a core's caches and memory. The machine's rates are
+measured: a polynomial and divisions on one row in the L1 cache with the same compiler and settings, and copying
 256 MB.
 """
 
@@ -52,7 +52,7 @@ def main(
     operations = activations * ACTIVATION + EULER + 4 * COMPARE + len(layout.alphas) * SCALED + REST
     operations += layout.draws * (REPAIRED + BALANCED)
     divisions = activations + 1
-    moved = 4 * (2 + 2 + 2 + layout.draws)  # a and b read, turned, read again, and each partner's b
+    moved = 4 * (2 + 2 + 2 + layout.draws)  # a and b read, transposed, read again, and each partner's b
     threads = torch.get_num_threads()
     rates = {name: _rate(run, threads) for name, run in (("operations", _polynomial), ("divisions", _divisions))}
     rates["bytes"] = _copied()
@@ -79,7 +79,7 @@ def _fused(d_mlp: int, tokens: int) -> float:
     q, k, v, gain = *torch.randn(3, d_mlp, 64), torch.ones(64)
     geometry, unit = Geometry.of(q, k, v, gain), unit_named("silu")
     layout = Layout.of(unit)
-    reduce = FusedReducer(unit, layout, geometry, geometry.pairing(q, k, gain, derangements(d_mlp, layout.draws, 0)))
+    reduce = FusedReducer(unit, layout, geometry, geometry.permuted_pairs(q, k, gain, derangements(d_mlp, layout.draws, 0)))
     windows = [Window(i, torch.zeros(TILE, dtype=torch.int64), 0) for i in range(tokens // TILE)]
     batch, totals = Batch.of(windows, [i * 16 // len(windows) for i in range(len(windows))]), Totals.empty(d_mlp, layout)
     a, b = torch.randn(2, len(windows) * TILE, d_mlp)
@@ -90,7 +90,7 @@ def _fused(d_mlp: int, tokens: int) -> float:
 def _polynomial(x, rounds):  # type: ignore[no-untyped-def]
     for _ in range(rounds):
         for t in range(TILE):
-            p = q = r = x[t]  # three that do not wait for one another
+            p = q = r = x[t]  # three independent chains
             for _ in range(DEGREE):
                 p = p * x[t] + np.float32(0.5)
                 q = q * x[t] + np.float32(0.25)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.startup [MODEL] [--times 3]
 
-"first" clears what earlier runs left: the compiled loop of ``analysis.sums.kernel`` and, with --download, the model's
+"first" deletes the caches of earlier runs: the compiled loop of ``analysis.sums.kernel`` and, with --download, the model's
 files. "second" finds both.
 """
 

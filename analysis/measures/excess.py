@@ -76,15 +76,15 @@ def _permutation_error(layer: LayerSums, name: str) -> float:
     gap, scale = (part * layer.geometry.value_weight for part in _draws(layer, name))
     total = scale.sum() / len(scale)
     linear = (gap - gap.sum() / scale.sum() * scale) / total
-    pairing = experts_permutation_variance(linear, layer.partners, layer.experts) * _permutations_compared(layer, name)
-    return math.sqrt(float(pooled_error(excess_over_repaired(name), layer.moments)) ** 2 + pairing)
+    variance = experts_permutation_variance(linear, layer.partners, layer.experts) * _permutations_compared(layer, name)
+    return math.sqrt(float(pooled_error(excess_over_repaired(name), layer.moments)) ** 2 + variance)
 
 
 def _neuron_permutation_error(layer: LayerSums, name: str) -> Neurons:
     gap, scale = _draws(layer, name)
-    pairing = (gap / scale).var(dim=0) if len(gap) > 1 else torch.full_like(gap[0], torch.nan)
+    variance = (gap / scale).var(dim=0) if len(gap) > 1 else torch.full_like(gap[0], torch.nan)
     tokens = neuron_error(excess_over_repaired(name), layer.moments)
-    return (tokens.square() + pairing * _permutations_compared(layer, name)).sqrt()
+    return (tokens.square() + variance * _permutations_compared(layer, name)).sqrt()
 
 
 def _permutations_compared(layer: LayerSums, name: str) -> float:

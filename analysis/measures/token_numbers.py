@@ -1,7 +1,7 @@
 """How a layer's numbers depend on single tokens: medians, trimmed values, and massive-activation tokens.
 
 A pooled measure is an average weighted by energy, and a handful of tokens may hold most of it. So each measure is also
-computed token by token, each token's own ratio pooled over the neurons, and once more without the tokens of largest energy.
+computed token by token, each token's ratio pooled over the neurons, and once more without the tokens of largest energy.
 """
 
 import math

@@ -59,7 +59,7 @@ class FusedReducer(Reducer):
 
     kind, dtype = "fused", torch.float32
 
-    def __init__(self, unit: GatedUnit, layout: Layout, geometry: Geometry, pairing: PermutedPairs) -> None:
+    def __init__(self, unit: GatedUnit, layout: Layout, geometry: Geometry, pairs: PermutedPairs) -> None:
         """As ``TileReducer``; the activation must be one of ``KINDS``."""
         self.unit, self.layout = unit, layout
         self.value_weight = geometry.value_weight
@@ -69,8 +69,8 @@ class FusedReducer(Reducer):
             torch.where(geometry.norm_k > 0, 1 / geometry.norm_k, 0.0).float().numpy(),
             geometry.norm_k.square().numpy(),
             geometry.balance.float().numpy(),
-            pairing.partners.int().numpy(),
-            pairing.balance.float().numpy(),
+            pairs.partners.int().numpy(),
+            pairs.balance.float().numpy(),
         )
         self._scales = _scales_of(unit, layout)
         self._rows = FirstRows(*(layout.rows[name].start for name in layout.names))
@@ -192,7 +192,7 @@ class FusedReducer(Reducer):
 
 
 def reducer_of(
-    unit: Unit, layout: Layout, geometry: Geometry, pairing: PermutedPairs, device: torch.device, dtype: torch.dtype
+    unit: Unit, layout: Layout, geometry: Geometry, pairs: PermutedPairs, device: torch.device, dtype: torch.dtype
 ) -> Reducer:
     """The fastest reducer for activations of this dtype on this device.
 
@@ -200,8 +200,8 @@ def reducer_of(
     longer than most runs. On a GPU compiled torch.
     """
     if isinstance(unit, GatedUnit) and unit.activation.name in KINDS and device.type == "cpu" and dtype != torch.float64:
-        return FusedReducer(unit, layout, geometry, pairing)
-    return TileReducer(unit, layout, geometry, pairing, device, dtype, compiled=device.type == "cuda")
+        return FusedReducer(unit, layout, geometry, pairs)
+    return TileReducer(unit, layout, geometry, pairs, device, dtype, compiled=device.type == "cuda")
 
 
 def _scales_of(unit: GatedUnit, layout: Layout) -> Scales:

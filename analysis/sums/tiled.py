@@ -39,7 +39,7 @@ class TileReducer(Reducer):
         unit: Unit,
         layout: Layout,
         geometry: Geometry,
-        pairing: PermutedPairs,
+        pairs: PermutedPairs,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         *,
@@ -51,7 +51,7 @@ class TileReducer(Reducer):
             unit: g.
             layout: which sums to compute.
             geometry: norms and balance β_j of the neurons.
-            pairing: the permuted pairs, ``layout.draws`` permutations.
+            pairs: the permuted pairs, ``layout.draws`` permutations.
             device: where the activations are.
             dtype: of the activations; products are in this precision, and at least in float32.
             tile: tokens in a tile, a multiple of ``TILE``; None chooses by device.
@@ -68,8 +68,8 @@ class TileReducer(Reducer):
         self._weights = ValueWeights(
             geometry.value_weight.to(device, self.dtype),
             geometry.balance.to(device, self.dtype),
-            pairing.partners.to(device),
-            pairing.balance.to(device, self.dtype),
+            pairs.partners.to(device),
+            pairs.balance.to(device, self.dtype),
             length,
             torch.where(length > 0, 1 / length, 0.0),
         )

@@ -51,8 +51,8 @@ def truncated(form: LowRankBilinearAttention, rank: int) -> tuple[LowRankBilinea
     if not 1 <= rank <= d_model:
         raise ValueError(f"rank {rank} is out of range: matrices of d_model {d_model} have ranks 1-{d_model}")
     left, values, right = torch.linalg.svd(form.q @ form.k.mT)
-    root = values[:, None, :rank].sqrt()
-    shorter = LowRankBilinearAttention(form.activation, left[..., :rank] * root, right.mT[..., :rank] * root, form.v)
+    factor = values[:, None, :rank].sqrt()
+    shorter = LowRankBilinearAttention(form.activation, left[..., :rank] * factor, right.mT[..., :rank] * factor, form.v)
     return shorter, float((values[:, rank:].square().sum() / values.square().sum()).sqrt())
 
 

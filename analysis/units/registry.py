@@ -73,13 +73,15 @@ def candidate_units(names: Iterable[str], parameters: Mapping[str, float | None]
     Args:
         names: activations that the configuration names, the likeliest first; aliases are allowed.
         parameters: of this layer, preferably its module's own: a configuration may describe the experts only, and a clamp
-            that is not reached on a probe is not verified by it. Used are, unless None, 0 or infinite, ``swiglu_limit``,
-            ``limit``: L of clamped(σ,L), then of clamped_after(σ,L), and of gpt_oss; ``swiglu_limits``,
-            ``swiglu_limits_shared``: the same, clamped_after first (Step-3.7; its lists have one entry per layer, give that
-            of this layer); ``swiglu_alpha``, ``alpha``: the slope of gpt_oss, which then comes first;
-            ``activation_sparsity``: p of top_k(σ,p); ``mlp_gate_softcap``: c of soft_capped(σ,c), with ``mlp_up_softcap``
-            the caps of inkling2, which comes first; ``gate_multiplier``: m of multiplied(σ,m). Other keys are ignored:
-            ``PARAMETERS`` lists these.
+            that is not reached on a probe is not verified by it. Used are, unless None, 0 or infinite,
+            ``swiglu_limit``, ``limit``: L of clamped(σ,L), then of clamped_after(σ,L), and of gpt_oss;
+            ``swiglu_limits``, ``swiglu_limits_shared``: the same, clamped_after first (Step-3.7; its lists have one entry
+            per layer, give that of this layer);
+            ``swiglu_alpha``, ``alpha``: the slope of gpt_oss, which then comes first;
+            ``activation_sparsity``: p of top_k(σ,p);
+            ``mlp_gate_softcap``: c of soft_capped(σ,c), with ``mlp_up_softcap`` the caps of inkling2, which comes first;
+            ``gate_multiplier``: m of multiplied(σ,m).
+            Other keys are ignored: ``PARAMETERS`` lists these.
     """
     known = [ALIASES.get(name, name) for name in names]
     given = {key: float(value) for key in PARAMETERS if (value := parameters.get(key)) and math.isfinite(value)}

@@ -76,14 +76,14 @@ class Geometry:
 
     @property
     def balance(self) -> Float64[Tensor, " d_mlp"]:
-        """β_j = ±‖q_j‖/‖k_j‖, with the sign of cos(q_j, k_j): which gives k the length of q and makes cos(q, k) ≥ 0.
+        """β_j = ±‖q_j‖/‖k_j‖, with the sign of cos(q_j, k_j); it gives k the length of q and makes cos(q, k) ≥ 0.
 
         1 where q or k is 0.
         """
         ratio = self.norm_q / self.norm_k
         return torch.where((ratio > 0) & ratio.isfinite(), ratio.copysign(self.cos_qk), 1.0)
 
-    def pairing(
+    def permuted_pairs(
         self,
         q: Float[Tensor, "d_mlp d_model"],
         k: Float[Tensor, "d_mlp d_model"],

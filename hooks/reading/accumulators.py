@@ -75,7 +75,7 @@ class _Prepared:
     @classmethod
     def of(cls, site: Site, layout: Layout, draws: int, seed: int) -> "_Prepared":
         geometry, (q, k, _) = geometry_of(site), site.weights.matrices
-        pairing = geometry.pairing(q, k, site.gain, derangements(site.n_neurons, draws, seed))
+        pairing = geometry.permuted_pairs(q, k, site.gain, derangements(site.n_neurons, draws, seed))
         return cls(geometry, pairing, reducer_of(site.unit, layout, geometry, pairing, site.device, site.dtype))
 
 

@@ -120,8 +120,8 @@ def test_an_action_leaves_the_form_it_acts_on_alone() -> None:
 @pytest.mark.parametrize(
     ("kind", "action", "complaint"),
     [
-        (KeyValueMemory, Exchange(), "has keys only: Exchange needs a query"),
-        (KeyValueMemory, Scaling(2.0), "has keys only: Scaling needs a query"),
+        (KeyValueMemory, Exchange(), "has keys only: Exchange needs queries"),
+        (KeyValueMemory, Scaling(2.0), "has keys only: Scaling needs queries"),
         (KeyValueMemory, SignFlip(), "has keys only"),
         (KeyValueMemory, ChangeOfBasis(BASIS), "has keys only"),
         (GlobalQueryMemory, Exchange(), "has one query for all of its keys"),

@@ -232,7 +232,7 @@ def test_a_tile_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
             assert most / 2 < tokens * d_mlp <= most
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 1))
     assert tile_on("cuda", 1536) == 2 * TILE  # no less is compiled
-    with pytest.raises(ValueError, match="no multiple of 64"):
+    with pytest.raises(ValueError, match="not a multiple of 64"):
         reducer(case_of("silu"), tile=100)
 
 

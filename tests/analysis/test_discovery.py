@@ -44,7 +44,7 @@ def layer(seed: int, planted: int = 0, equal: bool = False) -> Layer:
     k[:planted] = q[:planted]
     gain = torch.ones(D_MODEL, dtype=torch.float64)
     geometry = Geometry.of(q, k, v, gain)
-    pairing = geometry.pairing(q, k, gain, derangements(D_MLP, DRAWS, seed))
+    pairing = geometry.permuted_pairs(q, k, gain, derangements(D_MLP, DRAWS, seed))
     accumulator = Accumulator(D_MLP, TileReducer(SILU, LAYOUT, geometry, pairing, dtype=torch.float64))
     for block in range(BLOCKS):
         x = 2 * (0.3 * normal(1, D_MODEL) + normal(TOKENS, D_MODEL))

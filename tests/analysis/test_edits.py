@@ -193,9 +193,9 @@ def test_edits_are_read_from_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("swap", "unknown edit 'swap': choose among exchange,"),
+        ("swap", "unknown edit 'swap': choose from exchange,"),
         ("exchange,", "unknown edit ''"),
-        ("scale:two", "'scale:two' is no scaling"),
+        ("scale:two", "'scale:two' is not a scaling"),
         ("scale:0", "must lie between 1e-4 and 1e4: the limits are called bilinear-limit and relu-limit"),
         ("scale:inf", "must lie between"),
         ("scale:nan", "must lie between"),

@@ -110,5 +110,5 @@ def test_a_chain_is_one_group() -> None:
 
 @pytest.mark.parametrize("tau", [0.0, -0.5, 1.1])
 def test_a_threshold_that_connects_all_or_nothing_is_refused(tau: float) -> None:
-    with pytest.raises(ValueError, match="out of range: cosines that connect"):
+    with pytest.raises(ValueError, match="out of range: give a cosine"):
         value_groups(*layer(0), tau)

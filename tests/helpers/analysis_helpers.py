@@ -109,7 +109,7 @@ class Case:
 
     @property
     def pairing(self) -> PermutedPairs:
-        return self.geometry.pairing(self.q, self.k, self.gain, self.partners)
+        return self.geometry.permuted_pairs(self.q, self.k, self.gain, self.partners)
 
     @property
     def weight(self) -> Tensor:

@@ -48,7 +48,7 @@ def test_streamed_moments_are_those_of_cached_activations(tiny_llama: Path, llam
     geometry = Geometry.of(site.q, site.k, site.v, site.gain)
     layout = found.moments.neuron.layout
     total = Moments.empty(48, layout)
-    pairing = geometry.pairing(site.q, site.k, site.gain, derangements(48, layout.draws, layer))
+    pairing = geometry.permuted_pairs(site.q, site.k, site.gain, derangements(48, layout.draws, layer))
     reduce = TileReducer(site.unit, layout, geometry, pairing, dtype=torch.float64)
     n_windows = run.corpus[0]["n_windows"]
     for window, a, b in cached(tiny_llama, llama, layer):
