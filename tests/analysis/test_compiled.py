@@ -26,8 +26,8 @@ from analysis.units.registry import GatedUnit, Unit, unit_named
 from analysis.weights.geometry import derangements
 from hooks.collect import analyze
 from hooks.models import LoadedModel
-from tests.analysis.test_fused import batch_of, padded
-from tests.helpers.analysis_helpers import Case, ClampedUnit, random_case
+from tests.analysis.test_kernel import batch_of, padded
+from tests.helpers.random_layers import Case, ClampedUnit, random_case
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++")
 ON = [

@@ -14,7 +14,7 @@ from analysis.units.registry import GptOssUnit, Unit, unit_named
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from tests.cli.test_cli import FILES, QUICK, call
-from tests.helpers.analysis_helpers import ClampedUnit
+from tests.helpers.random_layers import ClampedUnit
 from tests.helpers.tiny import save_tiny
 
 RESCALINGS = ["k → 3k, v → v/3", "k → -1k, v → v/-1"]

@@ -21,9 +21,9 @@ from hooks.locating.sites import LocatedLayers
 from hooks.models import LoadedModel
 from hooks.neuron import inspect_neuron
 from reports.theory.figures import units_figure
-from tests.analysis.test_unit_kinds import ACTIVATION, top_k_gates
+from tests.analysis.test_variants import ACTIVATION, top_k_gates
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import (
+from tests.helpers.random_layers import (
     Case,
     assert_close,
     assert_numbers_close,

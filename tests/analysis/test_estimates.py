@@ -16,7 +16,7 @@ from analysis.sums.layout import scaling_name
 from analysis.sums.moments import BLOCK_RATIO_BINS, N_JACKKNIFE_BLOCKS, RATIO_BINS
 from analysis.units.registry import Unit, unit_named
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import (
+from tests.helpers.random_layers import (
     Case,
     ClampedUnit,
     assert_close,

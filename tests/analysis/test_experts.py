@@ -36,7 +36,7 @@ from analysis.weights.geometry import Geometry, derangements
 from analysis.weights.interactions import antisymmetric_share, pooled_antisymmetric_share
 from tests.analysis.test_compiled import Waits, graphs, needs_compiler
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import Case, assert_close, random_case
+from tests.helpers.random_layers import Case, assert_close, random_case
 
 LENGTHS, BLOCKS = (7, 12, 9, 5), (0, 0, 5, 15)
 

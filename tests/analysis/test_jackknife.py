@@ -22,7 +22,7 @@ from analysis.measures.jackknife import (
 from analysis.sums.layout import MAIN_SCALES, Layout, Sums
 from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Moments
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import assert_close, layer_sums, random_case
+from tests.helpers.random_layers import assert_close, layer_sums, random_case
 
 LAYOUT = Layout(())
 

@@ -19,7 +19,7 @@ from analysis.sums.tiled import TILE
 from analysis.units.registry import unit_named
 from analysis.weights.geometry import derangements
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import Case, ClampedUnit, assert_close, layer_sums, random_case
+from tests.helpers.random_layers import Case, ClampedUnit, assert_close, layer_sums, random_case
 
 
 @dataclass(frozen=True)

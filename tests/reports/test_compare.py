@@ -22,7 +22,7 @@ from reports.tables import layers_table
 from tests.cli.test_cli import call, refused
 from tests.helpers.hostile import SCRIPT, TOKENS
 from tests.helpers.tiny import save_tiny
-from tests.reports.test_html import Page
+from tests.reports.test_page import Page
 
 READ = {"context": 32, "max_tokens": 640}
 

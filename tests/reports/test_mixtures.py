@@ -28,7 +28,7 @@ from reports.run.page import report_html
 from reports.run.summary import print_summary, remarks, verdict
 from reports.tables import Tables, tables_of
 from tests.analysis.test_experts import Mixture, many_blocks
-from tests.reports.test_html import Page
+from tests.reports.test_page import Page
 
 NULLED = "exchange exchange_balanced scaling_half scaling_double scaling_flip".split()
 COLUMNS = [

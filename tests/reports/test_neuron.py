@@ -31,7 +31,7 @@ from reports.neuron.summary import histogram
 from tests.cli.test_cli import call, refused
 from tests.helpers.hostile import CORPUS, SCRIPT, hostile_tokenizer
 from tests.helpers.tiny import save_tiny, tiny_model, train_tokenizer
-from tests.reports.test_html import Page
+from tests.reports.test_page import Page
 
 SILU = unit_named("silu")
 PRODUCT = unit_named("linear")

@@ -13,7 +13,7 @@ from analysis.measures.jackknife import pooled_error
 from analysis.sums.layout import DEFAULT_ALPHAS, Layout, scaling_name
 from analysis.sums.reducer import N_JACKKNIFE_BLOCKS
 from analysis.units.registry import Unit, unit_named
-from tests.helpers.analysis_helpers import Case, ClampedUnit, SymmetricUnit, assert_close, layer_sums, random_case
+from tests.helpers.random_layers import Case, ClampedUnit, SymmetricUnit, assert_close, layer_sums, random_case
 
 LAWS = torch.tensor(
     [

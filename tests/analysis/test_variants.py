@@ -27,7 +27,7 @@ from analysis.units.base import GatedUnit, Unit
 from analysis.units.registry import OTHER_UNITS, PARAMETERS, candidate_units, nearest_unit, unit_named
 from analysis.units.variants import GptOssUnit, TopKUnit
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import TWINS, assert_close, layer_sums, random_case
+from tests.helpers.random_layers import TWINS, assert_close, layer_sums, random_case
 
 ACTIVATION = {name: reference.ACTIVATIONS[twin][0] for name, twin in TWINS.items()}
 D_MLP = 24

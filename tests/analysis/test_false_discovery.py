@@ -19,7 +19,7 @@ from analysis.sums.moments import Accumulator, Moments
 from analysis.sums.tiled import TileReducer
 from analysis.units.registry import unit_named
 from analysis.weights.geometry import Geometry, derangements
-from tests.helpers.analysis_helpers import assert_close
+from tests.helpers.random_layers import assert_close
 
 D_MLP, D_MODEL, TOKENS, DRAWS, BLOCKS = 48, 12, 32, 4, 8
 SILU = unit_named("silu")

@@ -19,7 +19,7 @@ from analysis.sums.tiled import TileReducer
 from analysis.units.activations import ACTIVATIONS
 from analysis.units.registry import GatedUnit, unit_named
 from analysis.weights.geometry import derangements
-from tests.helpers.analysis_helpers import Case, ClampedUnit, random_case
+from tests.helpers.random_layers import Case, ClampedUnit, random_case
 
 EXACTNESS = 2e-6
 """Of the largest sum of a row: products are float32, and so is what a neuron adds up over 256 tokens."""

@@ -12,7 +12,7 @@ from analysis.sums.layout import Layout, Sums
 from analysis.sums.moments import RATIO_BINS, Moments, histogram_quantile
 from analysis.units.registry import GatedUnit, Unit, unit_named
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import (
+from tests.helpers.random_layers import (
     TWINS,
     Case,
     ClampedUnit,
