@@ -13,7 +13,7 @@ from analysis.theory.gated import GatedMLP
 from analysis.units.registry import GptOssUnit, Unit, unit_named
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
-from tests.cli.test_cli import FILES, QUICK, call
+from tests.helpers.command_line import FILES, QUICK, call
 from tests.helpers.random_layers import ClampedUnit
 from tests.helpers.tiny import save_tiny
 

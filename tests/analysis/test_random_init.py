@@ -16,8 +16,8 @@ from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from reports.directory import RANDOM_INIT, load_random
 from reports.tables import tables_of
-from tests.cli.test_cli import QUICK, call, refused
 from tests.helpers import reference
+from tests.helpers.command_line import QUICK, call, refused
 from tests.helpers.tiny import save_tiny
 
 NULLED = ("exchange", "exchange_balanced", "scaling_half", "scaling_double", "scaling_flip")

@@ -10,36 +10,13 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import run_analysis
 from analysis.run import Run
 from analysis.theory import properties
 from hooks.loading import builtin as builtin_module
-from run_analysis import app, parse_layers
-
-ROOT = Path(__file__).parent.parent.parent
-QUICK = ["--context", "32", "--tokens", "160", "--device", "cpu"]
-SPREADSHEETS = {"layers.csv", "curves.csv", "extremes.csv", "causal.csv", "causal_replaceable.csv"}
-SUMS = {"moments.safetensors", "causal.safetensors"}
-FILES = {"run.json", "neurons.parquet", "report.html", "figures", *SUMS, *SPREADSHEETS}
-
-
-def call(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-def refused(*arguments: object) -> str:
-    """The one line that a call with bad input prints; it must exit with 2."""
-    code, out, err = call(*arguments)
-    assert code == 2, (code, out, err)
-    assert out == ""
-    lines = [line for line in err.splitlines() if line]
-    assert len(lines) == 1, err
-    assert lines[0].startswith("error: ")
-    return lines[0]
+from run_analysis import parse_layers
+from tests.helpers.command_line import FILES, QUICK, ROOT, call, refused
 
 
 @pytest.fixture

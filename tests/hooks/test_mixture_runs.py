@@ -15,7 +15,7 @@ from analysis.run import Run
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from reports.tables import experts_table, layers_table
-from tests.cli.test_cli import QUICK, call
+from tests.helpers.command_line import QUICK, call
 from tests.helpers.mlps_by_hand import gelu_tanh, load_plain, read_by_hand, silu
 from tests.helpers.tiny import save_tiny
 

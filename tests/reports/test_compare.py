@@ -19,10 +19,10 @@ from reports.compare.figures import draw_comparison
 from reports.compare.page import comparison_html, comparison_json
 from reports.compare.tables import by_third, compare_runs, verdict, warnings
 from reports.tables import layers_table
-from tests.cli.test_cli import call, refused
+from tests.helpers.command_line import call, refused
 from tests.helpers.hostile import SCRIPT, TOKENS
+from tests.helpers.html_page import Page
 from tests.helpers.tiny import save_tiny
-from tests.reports.test_page import Page
 
 READ = {"context": 32, "max_tokens": 640}
 

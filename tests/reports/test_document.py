@@ -18,7 +18,7 @@ from hooks.models import LoadedModel
 from reports.run.document import records, summary_json
 from reports.run.summary import print_summary
 from reports.tables import tables_of
-from tests.cli.test_cli import ROOT, call, refused
+from tests.helpers.command_line import ROOT, call, refused
 from tests.helpers.hostile import renamed
 
 QUICK = ["--context", "32", "--tokens", "320", "--device", "cpu"]

@@ -28,10 +28,10 @@ from hooks.models import LoadedModel, load_model
 from hooks.neuron import inspect_neuron
 from reports.neuron.page import NeuronPage
 from reports.neuron.summary import histogram
-from tests.cli.test_cli import call, refused
+from tests.helpers.command_line import call, refused
 from tests.helpers.hostile import CORPUS, SCRIPT, hostile_tokenizer
+from tests.helpers.html_page import Page
 from tests.helpers.tiny import save_tiny, tiny_model, train_tokenizer
-from tests.reports.test_page import Page
 
 SILU = unit_named("silu")
 PRODUCT = unit_named("linear")
