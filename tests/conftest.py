@@ -30,6 +30,7 @@ install_import_hook([*sorted(MODULES - HOT), "hooks", "reports"], "beartype.bear
 import torch  # noqa: E402
 
 from hooks.models import LoadedModel, load_model  # noqa: E402
+from tests.helpers.families import Families  # noqa: E402
 from tests.helpers.tiny import save_tiny  # noqa: E402
 
 torch.manual_seed(0)
@@ -68,6 +69,11 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def llama(tiny_llama: Path) -> LoadedModel:
     return load_model(str(tiny_llama), device="cpu")
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Families:
+    return Families(tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="session")

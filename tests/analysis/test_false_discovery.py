@@ -160,6 +160,7 @@ def equal_layers() -> list[Layer]:
     return [layer(1000 + seed, equal=True) for seed in range(150)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["exchange", "exchange_balanced", "scaling_double"])
 def test_no_excess_is_found_where_the_pairing_is_random(name: str, equal_layers: list[Layer]) -> None:
     assert held(equal_layers, name) >= 0.95
