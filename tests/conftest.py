@@ -10,6 +10,7 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: there is a process for every core already
     os.environ["OMP_NUM_THREADS"] = os.environ["NUMBA_NUM_THREADS"] = "1"
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ install_import_hook([*sorted(MODULES - HOT), "hooks", "reports"], "beartype.bear
 import torch  # noqa: E402
 
 from hooks.models import LoadedModel, load_model  # noqa: E402
+from tests.helpers.command_line import no_figures  # noqa: E402
 from tests.helpers.families import Families  # noqa: E402
 from tests.helpers.tiny import save_tiny  # noqa: E402
 
@@ -69,6 +71,21 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def llama(tiny_llama: Path) -> LoadedModel:
     return load_model(str(tiny_llama), device="cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def coarse_figures() -> Iterator[None]:
+    """What is written in the tests' own process has small figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reports.directory.DPI", 20)
+        yield
+
+
+@pytest.fixture
+def without_figures() -> Iterator[None]:
+    """For a test of something else in what a run writes."""
+    with no_figures():
+        yield
 
 
 @pytest.fixture(scope="session")

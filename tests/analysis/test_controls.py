@@ -137,6 +137,7 @@ def test_of_two_runs_the_worse_outcome_is_kept(run: Run) -> None:
     assert {record.value for record in merged.controls} == {0.7}
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_control_out_of_tolerance_exits_with_1_and_is_written(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

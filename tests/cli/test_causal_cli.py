@@ -20,7 +20,6 @@ ENDINGS = ("", "_se", "_placebo")
 def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's own figures are drawn elsewhere."""
     monkeypatch.setattr("reports.directory.draw_all", lambda _: {})
-    monkeypatch.setattr("reports.directory.DPI", 20)
 
 
 @pytest.fixture

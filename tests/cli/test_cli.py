@@ -43,10 +43,12 @@ def test_analyze_writes_a_run_and_says_so(tiny_llama: Path, tmp_path: Path) -> N
     assert len(pd.read_csv(tmp_path / "run" / "layers.csv")) == 3
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_quiet_prints_nothing(tiny_llama: Path, tmp_path: Path) -> None:
     assert call("analyze", tiny_llama, "--out", tmp_path / "run", "--quiet", *QUICK) == (0, "", "")
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_options_reach_the_run(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("A text of my own, long enough to be cut into windows. " * 40)
     options = ["--corpus", tmp_path / "my.txt", "--layers", "0-1,1", "--alphas", "-1,3", "--skip-positions", 2, "--seed", 5]
@@ -59,6 +61,7 @@ def test_options_reach_the_run(tiny_llama: Path, tmp_path: Path) -> None:
     assert run.corpus[0]["name"] == "my.txt"
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_shards_merge_to_the_whole(tiny_llama: Path, tmp_path: Path) -> None:
     for name, shard in (("whole", "0/1"), ("first", "0/2"), ("second", "1/2")):
         options = ["--shard", shard, "--causal", "none", *QUICK]
@@ -127,6 +130,7 @@ def test_an_option_that_does_not_fit(tiny_llama: Path, tmp_path: Path, options: 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_an_output_directory_with_something_else(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert "holds something else than a run (notes.txt)" in refused("analyze", tiny_llama, "--out", tmp_path, *QUICK)
@@ -195,6 +199,7 @@ def test_ctrl_c_writes_nothing(tiny_llama: Path, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_failed_check_exits_with_1_and_is_written(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

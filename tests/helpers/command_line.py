@@ -1,7 +1,10 @@
 """Calls of the command line: quick options, the files that a run is, and what a refusal looks like."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from run_analysis import app
@@ -17,6 +20,15 @@ def call(*arguments: object) -> tuple[int, str, str]:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.stdout, result.stderr
+
+
+@contextmanager
+def no_figures() -> Iterator[None]:
+    """Directories of runs are written without figures, which are most of the time that writing takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reports.directory.draw_all", lambda _: {})
+        patch.setattr("reports.directory.draw_causal", lambda *_: {})
+        yield
 
 
 def refused(*arguments: object) -> str:

@@ -18,6 +18,7 @@ from tests.helpers.command_line import QUICK, call
 from tests.helpers.families import Families, grid
 from tests.helpers.mlps_by_hand import gelu_tanh, load_plain, read_by_hand, silu
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 CONTEXT, TOKENS = 32, 320
 
 

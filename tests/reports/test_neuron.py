@@ -28,7 +28,7 @@ from hooks.models import LoadedModel, load_model
 from hooks.neuron import inspect_neuron
 from reports.neuron.page import NeuronPage
 from reports.neuron.summary import histogram
-from tests.helpers.command_line import call, refused
+from tests.helpers.command_line import call, no_figures, refused
 from tests.helpers.families import Families
 from tests.helpers.hostile import CORPUS, SCRIPT, hostile_tokenizer
 from tests.helpers.html_page import Page
@@ -470,7 +470,8 @@ def test_other_bad_input_is_refused(llama: LoadedModel, tiny_llama: Path, tmp_pa
 @pytest.fixture(scope="module")
 def run_of_a_mixture(families: Families, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("mixture") / "run"
-    assert call("analyze", families.directory("qwen2_moe"), "--out", out, *QUICK)[0] == 0
+    with no_figures():
+        assert call("analyze", families.directory("qwen2_moe"), "--out", out, *QUICK)[0] == 0
     return out
 
 
