@@ -40,7 +40,7 @@ except ImportError:
 PYTHON
 
 failed=0
-"$python" -m pytest -m "not real" tests/analysis/test_fused.py tests/analysis/test_compiled.py || failed=1
+"$python" -m pytest -m "not real or exhaustive" tests/analysis/test_kernel.py tests/analysis/test_compiled.py || failed=1
 for dtype in float32 bfloat16; do
     "$python" -m benchmarks.overhead "$model" --device cuda --dtype "$dtype" --out "$out/overhead-$dtype.json" ||
         failed=1

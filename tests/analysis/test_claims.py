@@ -16,7 +16,7 @@ from analysis.theory.gated import FAMILY, GATED, GatedMLP, LowRankGated
 from analysis.theory.properties import PROPERTIES, RULES, Outcome, predicted
 from analysis.units.activations import ACTIVATIONS, activation_named
 from analysis.units.registry import GatedUnit, GptOssUnit, unit_named
-from tests.helpers.analysis_helpers import ClampedUnit
+from tests.helpers.random_layers import ClampedUnit
 
 INVARIANT, POSITIVE, BROKEN = Outcome.INVARIANT, Outcome.POSITIVE, Outcome.BROKEN
 OTHERS = {

@@ -3,7 +3,6 @@
 Everything runs on the CPU, through the same code; where there is a GPU, also there.
 """
 
-import shutil
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,10 +25,11 @@ from analysis.units.registry import GatedUnit, Unit, unit_named
 from analysis.weights.geometry import derangements
 from hooks.collect import analyze
 from hooks.models import LoadedModel
-from tests.analysis.test_fused import batch_of, padded
-from tests.helpers.analysis_helpers import Case, ClampedUnit, random_case
+from tests.helpers.batches import batch_of, padded
+from tests.helpers.compiling import Waits, graphs, needs_compiler
+from tests.helpers.families import grid
+from tests.helpers.random_layers import Case, ClampedUnit, random_case
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for a CPU with g++")
 ON = [
     pytest.param("cpu", marks=needs_compiler),
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
@@ -62,11 +62,6 @@ def exact(case: Case, lengths: Sequence[int] = LENGTHS, blocks: Sequence[int] = 
     return moments(case, reducer(case, torch.float64), lengths, blocks)
 
 
-def graphs() -> int:
-    """How often something was compiled."""
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def assert_agree(found: Moments, expected: Moments, exactness: float) -> None:
     """Every neuron's sum of every row within the given part of the row's largest."""
     for of in ("neuron", "pooled"):
@@ -85,7 +80,9 @@ def assert_agree(found: Moments, expected: Moments, exactness: float) -> None:
 
 
 @pytest.mark.parametrize("device", ON)
-@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh", "gpt_oss", "clamped(silu,2)", "top_k(gelu,0.5)"])
+@pytest.mark.parametrize(
+    "name", grid(["silu", "gelu_pytorch_tanh", "gpt_oss", "clamped(silu,2)", "top_k(gelu,0.5)"], ["silu", "gpt_oss"])
+)
 def test_compiled_sums_are_the_eager_ones_in_float64(name: str, device: str) -> None:
     """Tiles of 4, 2 and 3 chunks, the last of them padded; the second layer needs no compilation of its own."""
     before, case = graphs(), case_of(name)
@@ -234,22 +231,6 @@ def test_a_tile_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tile_on("cuda", 1536) == 2 * TILE  # no less is compiled
     with pytest.raises(ValueError, match="not a multiple of 64"):
         reducer(case_of("silu"), tile=100)
-
-
-class Waits(TorchDispatchMode):
-    """Fails where a GPU would be waited for, or where memory is copied from or to the host."""
-
-    NAMES = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "lift_fresh")
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = function.name().removeprefix("aten::").split(".")[0], kwargs or {}
-        assert name not in self.NAMES, name
-        if name.startswith("index"):  # a mask waits for the number of places that it holds
-            places = args[1] if isinstance(args[1], list | tuple) else args
-            assert not any(isinstance(x, Tensor) and x.dtype == torch.bool for x in places), f"{name} with a mask"
-        if name == "_to_copy":
-            assert kwargs.get("device") in (None, args[0].device), f"a copy to {kwargs['device']}"
-        return function(*args, **kwargs)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -13,8 +13,8 @@ from analysis.theory.gated import GatedMLP
 from analysis.units.registry import GptOssUnit, Unit, unit_named
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
-from tests.cli.test_cli import FILES, QUICK, call
-from tests.helpers.analysis_helpers import ClampedUnit
+from tests.helpers.command_line import FILES, QUICK, call
+from tests.helpers.random_layers import ClampedUnit
 from tests.helpers.tiny import save_tiny
 
 RESCALINGS = ["k → 3k, v → v/3", "k → -1k, v → v/-1"]
@@ -137,6 +137,7 @@ def test_of_two_runs_the_worse_outcome_is_kept(run: Run) -> None:
     assert {record.value for record in merged.controls} == {0.7}
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_control_out_of_tolerance_exits_with_1_and_is_written(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

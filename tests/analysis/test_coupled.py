@@ -21,9 +21,8 @@ from hooks.locating.sites import LocatedLayers
 from hooks.models import LoadedModel
 from hooks.neuron import inspect_neuron
 from reports.theory.figures import units_figure
-from tests.analysis.test_unit_kinds import ACTIVATION, top_k_gates
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import (
+from tests.helpers.random_layers import (
     Case,
     assert_close,
     assert_numbers_close,
@@ -33,6 +32,7 @@ from tests.helpers.analysis_helpers import (
     random_case,
     regauged,
 )
+from tests.helpers.scalar_gates import ACTIVATION, top_k_gates
 
 NAME, SIGMA, SHARE = "top_k(gelu_pytorch_tanh,0.6)", ACTIVATION["gelu_pytorch_tanh"], 0.6
 Rows = list[list[float]]

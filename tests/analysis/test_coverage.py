@@ -17,7 +17,7 @@ from analysis.measures.jackknife import jackknife, pooled_error, t95
 from analysis.sums.layout import Layout, Sums
 from analysis.sums.moments import N_JACKKNIFE_BLOCKS, Moments
 from analysis.units.registry import unit_named
-from tests.helpers.analysis_helpers import assert_close
+from tests.helpers.random_layers import assert_close
 
 CORPORA = 2000
 CORRELATION = 0.5

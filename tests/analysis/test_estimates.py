@@ -16,7 +16,8 @@ from analysis.sums.layout import scaling_name
 from analysis.sums.moments import BLOCK_RATIO_BINS, N_JACKKNIFE_BLOCKS, RATIO_BINS
 from analysis.units.registry import Unit, unit_named
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import (
+from tests.helpers.families import grid
+from tests.helpers.random_layers import (
     Case,
     ClampedUnit,
     assert_close,
@@ -54,10 +55,11 @@ def layer(name: str = "silu", draws: int = 3, d_mlp: int = 6) -> Case:
     return random_case(name, (11, 1, 19, 7) * (N_JACKKNIFE_BLOCKS // 4), d_mlp, draws=draws)
 
 
-@pytest.mark.parametrize("beta", BETAS.values(), ids=BETAS)
-@pytest.mark.parametrize("name", ["silu", "gelu", "leaky_relu"])
-def test_rescaling_key_and_value_changes_only_raw_exchange_and_placement(name: str, beta: Tensor) -> None:
+@pytest.mark.parametrize("of", grid(BETAS, ["3", "mixed"]))
+@pytest.mark.parametrize("name", grid(["silu", "gelu", "leaky_relu"], ["silu", "leaky_relu"]))
+def test_rescaling_key_and_value_changes_only_raw_exchange_and_placement(name: str, of: str) -> None:
     """With all nulls, errors, quartiles and discoveries, for layers and neurons; β is of either sign, one a neuron."""
+    beta = BETAS[of]
     before, after = layer(name), regauged(layer(name), beta)
     numbers, new_numbers = before.estimates.layer_numbers(), after.estimates.layer_numbers()
     assert_agree(new_numbers, numbers, but_for=GAUGED)

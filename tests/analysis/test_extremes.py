@@ -13,7 +13,7 @@ from analysis.sums.batch import Window
 from analysis.sums.extremes import TOP_TOKENS, Peaks
 from analysis.sums.moments import Moments
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import Case, ClampedUnit, assert_close, random_case
+from tests.helpers.random_layers import Case, ClampedUnit, assert_close, random_case
 
 SHIFT = 100
 """Token t of a window has the id SHIFT + t."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from analysis.weights.geometry import Geometry
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import assert_close
+from tests.helpers.random_layers import assert_close
 
 D_MLP, D_MODEL = 7, 5
 BETA = torch.tensor([3.0, -1.0, -0.2, 1.0, 3.0, -1.0, -0.2], dtype=torch.float64)

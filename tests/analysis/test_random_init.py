@@ -16,10 +16,11 @@ from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from reports.directory import RANDOM_INIT, load_random
 from reports.tables import tables_of
-from tests.cli.test_cli import QUICK, call, refused
 from tests.helpers import reference
+from tests.helpers.command_line import QUICK, call, no_figures, refused
 from tests.helpers.tiny import save_tiny
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 NULLED = ("exchange", "exchange_balanced", "scaling_half", "scaling_double", "scaling_flip")
 COLUMNS = [f"{name}_{part}" for name in NULLED for part in ("null_random", "excess_random", "excess_random_se")]
 
@@ -33,7 +34,8 @@ def written(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("second", ["--shard", "1/2", "--null", "random-init", "--seed", 3]),
         ("plain", ["--shard", "0/2", "--seed", 3]),
     ):
-        code, out, err = call("analyze", tiny_llama, "--out", root / name, *options, *QUICK)
+        with no_figures():
+            code, out, err = call("analyze", tiny_llama, "--out", root / name, *options, *QUICK)
         assert (code, err) == (0, ""), out
     return root
 

@@ -10,7 +10,7 @@ from analysis.causal.costs import CONTROL_LIMIT
 from analysis.storage.directory import PROGRESS
 from hooks.models import LoadedModel, load_model
 from hooks.patching.sweep import _Steps
-from tests.cli.test_cli import QUICK, call, refused
+from tests.helpers.command_line import QUICK, call, refused
 
 EDITS = ["--edits", "exchange,scale:2"]
 ENDINGS = ("", "_se", "_placebo")
@@ -20,7 +20,6 @@ ENDINGS = ("", "_se", "_placebo")
 def few_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run's own figures are drawn elsewhere."""
     monkeypatch.setattr("reports.directory.draw_all", lambda _: {})
-    monkeypatch.setattr("reports.directory.DPI", 20)
 
 
 @pytest.fixture

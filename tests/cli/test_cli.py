@@ -10,36 +10,13 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
 import run_analysis
 from analysis.run import Run
 from analysis.theory import properties
 from hooks.loading import builtin as builtin_module
-from run_analysis import app, parse_layers
-
-ROOT = Path(__file__).parent.parent.parent
-QUICK = ["--context", "32", "--tokens", "160", "--device", "cpu"]
-SPREADSHEETS = {"layers.csv", "curves.csv", "extremes.csv", "causal.csv", "causal_replaceable.csv"}
-SUMS = {"moments.safetensors", "causal.safetensors"}
-FILES = {"run.json", "neurons.parquet", "report.html", "figures", *SUMS, *SPREADSHEETS}
-
-
-def call(*arguments: object) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
-
-
-def refused(*arguments: object) -> str:
-    """The one line that a call with bad input prints; it must exit with 2."""
-    code, out, err = call(*arguments)
-    assert code == 2, (code, out, err)
-    assert out == ""
-    lines = [line for line in err.splitlines() if line]
-    assert len(lines) == 1, err
-    assert lines[0].startswith("error: ")
-    return lines[0]
+from run_analysis import parse_layers
+from tests.helpers.command_line import FILES, QUICK, ROOT, call, refused
 
 
 @pytest.fixture
@@ -66,10 +43,12 @@ def test_analyze_writes_a_run_and_says_so(tiny_llama: Path, tmp_path: Path) -> N
     assert len(pd.read_csv(tmp_path / "run" / "layers.csv")) == 3
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_quiet_prints_nothing(tiny_llama: Path, tmp_path: Path) -> None:
     assert call("analyze", tiny_llama, "--out", tmp_path / "run", "--quiet", *QUICK) == (0, "", "")
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_options_reach_the_run(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("A text of my own, long enough to be cut into windows. " * 40)
     options = ["--corpus", tmp_path / "my.txt", "--layers", "0-1,1", "--alphas", "-1,3", "--skip-positions", 2, "--seed", 5]
@@ -82,6 +61,7 @@ def test_options_reach_the_run(tiny_llama: Path, tmp_path: Path) -> None:
     assert run.corpus[0]["name"] == "my.txt"
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_shards_merge_to_the_whole(tiny_llama: Path, tmp_path: Path) -> None:
     for name, shard in (("whole", "0/1"), ("first", "0/2"), ("second", "1/2")):
         options = ["--shard", shard, "--causal", "none", *QUICK]
@@ -150,6 +130,7 @@ def test_an_option_that_does_not_fit(tiny_llama: Path, tmp_path: Path, options: 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_an_output_directory_with_something_else(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert "holds something else than a run (notes.txt)" in refused("analyze", tiny_llama, "--out", tmp_path, *QUICK)
@@ -218,6 +199,7 @@ def test_ctrl_c_writes_nothing(tiny_llama: Path, tmp_path: Path, monkeypatch: py
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_failed_check_exits_with_1_and_is_written(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,15 +7,16 @@
 
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from analysis.errors import UserError
 from hooks.locating.expert_weights import ExpertWeights
 from hooks.locating.norm_gains import NOTHING_AFTER, NOTHING_BEFORE
 from hooks.locating.sites import Site
-from hooks.models import LoadedModel, load_model
-from tests.helpers.tiny import FAMILIES, save_tiny
+from hooks.models import LoadedModel
+from tests.helpers.families import Families
+from tests.helpers.tiny import FAMILIES
 
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 HEADER = (
@@ -24,16 +25,16 @@ HEADER = (
 )
 
 
-def table(directories: Mapping[str, Path]) -> str:
-    """One line a family, from a model of it in a directory."""
-    return "\n".join([HEADER, *(row(family, directory) for family, directory in directories.items())])
+def table(families: Iterable[str], load: Callable[[str], LoadedModel]) -> str:
+    """One line a family, from a model of it."""
+    return "\n".join([HEADER, *(row(family, load) for family in families)])
 
 
-def row(family: str, directory: Path) -> str:
+def row(family: str, load: Callable[[str], LoadedModel]) -> str:
     """What a family's model says of itself when it is loaded, or why it is refused."""
     name = f"`{FAMILIES[family][0]}`" + (f" ({family})" if family in ("llama-bias", "relu") else "")
     try:
-        model = load_model(str(directory), device="cpu")
+        model = load(family)
     except UserError as refusal:
         reason = str(refusal).partition("can be analysed: ")[2].partition(" (")[0]
         return f"| {name} | – | – | – | – | – | refused: {reason} |"
@@ -93,7 +94,7 @@ def written(document: str, lines: str) -> str:
 def main() -> None:
     chosen = [name for name in sys.argv[1:] if name in FAMILIES]
     with tempfile.TemporaryDirectory() as folder:
-        lines = table({family: save_tiny(family, Path(folder) / family) for family in chosen or FAMILIES})
+        lines = table(chosen or FAMILIES, Families(Path(folder)).loaded)
     if chosen:
         print(lines)
         return

@@ -19,7 +19,7 @@ from analysis.weights.geometry import derangements
 from hooks.collect import analyze
 from hooks.models import load_model
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import Case, assert_close, assert_numbers_close, layer_numbers, layer_sums, permuted
+from tests.helpers.random_layers import Case, assert_close, assert_numbers_close, layer_numbers, layer_sums, permuted
 from tests.helpers.tiny import save_tiny
 
 D_MODEL, D_MLP = 4, 6

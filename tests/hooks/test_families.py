@@ -14,22 +14,19 @@ from analysis.weights.experts import SHARED
 from hooks.collect import analyze
 from hooks.corpus import Corpus
 from hooks.locating.sites import Mixture, Site
-from hooks.models import LoadedModel, load_model
+from hooks.models import LoadedModel
 from hooks.reading.accumulators import parts_of
 from hooks.reading.batches import ActivationAccumulator, Taking
 from hooks.reading.capture import capture_pass
-from reports.tables import tables_of
-from tests.helpers.catalogue import table, written
+from reports.tables import layers_table, tables_of
+from tests.helpers.catalogue import BEGIN, END, table, written
+from tests.helpers.families import SAMPLE, Families, grid
 from tests.helpers.mlps_by_hand import BY_FAMILY, load_plain, read_by_hand
-from tests.helpers.tiny import DENSE, FAMILIES, MIXTURES, UNGATED, VOCABULARY, save_tiny
+from tests.helpers.tiny import DENSE, FAMILIES, MIXTURES, UNGATED, VOCABULARY
 
 TOKENS = torch.randint(3, VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(7))
 READ = [*DENSE, *MIXTURES]
-
-
-@pytest.fixture(scope="module", params=READ)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    return request.param, save_tiny(request.param, tmp_path_factory.mktemp("family") / request.param)
+DOCUMENT = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
 
 
 class Heard(ActivationAccumulator):
@@ -71,12 +68,12 @@ def heard_by_us(model: LoadedModel) -> dict[int, Heard]:
     return accumulators
 
 
-def test_what_is_heard_is_what_the_family_computes(family: tuple[str, Path]) -> None:
-    name, directory = family
-    model = load_model(str(directory), device="cpu")
+@pytest.mark.parametrize("name", grid(READ))
+def test_what_is_heard_is_what_the_family_computes(families: Families, name: str) -> None:
+    model = families.loaded(name)
     assert model.skipped == {}
     assert all(check.passed for check in model.acceptance), model.acceptance
-    expected = read_by_hand(load_plain(directory, name), name, TOKENS)
+    expected = read_by_hand(load_plain(families.directory(name), name), name, TOKENS)
     found = heard_by_us(model)
     assert sorted(found) == list(range(len(expected)))
     for index, by_hand in enumerate(expected):
@@ -99,11 +96,17 @@ def test_every_family_of_the_catalogue_is_written_by_hand() -> None:
     assert FAMILIES.keys() == {*BY_FAMILY, *UNGATED}
 
 
-def test_the_table_of_families_is_what_they_say_of_themselves(tmp_path_factory: pytest.TempPathFactory) -> None:
-    root = tmp_path_factory.mktemp("catalogue")
-    lines = table({name: save_tiny(name, root / name) for name in FAMILIES})
-    document = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text(encoding="utf-8")
-    assert written(document, lines) == document, "run: python -m tests.helpers.catalogue docs/models.md"
+@pytest.mark.exhaustive
+def test_the_table_of_families_is_what_they_say_of_themselves(families: Families) -> None:
+    lines = table(FAMILIES, families.loaded)
+    assert written(DOCUMENT, lines) == DOCUMENT, "run: python -m tests.helpers.catalogue docs/models.md"
+
+
+def test_lines_of_the_table_of_families_are_what_these_say_of_themselves(families: Families) -> None:
+    lines = table([*SAMPLE, "gpt2", "bitnet"], families.loaded).splitlines()
+    rows = DOCUMENT.partition(BEGIN)[2].partition(END)[0].splitlines()
+    assert [line for line in lines if line not in rows] == [], "run: python -m tests.helpers.catalogue docs/models.md"
+    assert len([row for row in rows if row.startswith("| `")]) == len(FAMILIES)
 
 
 MIXED = (
@@ -111,11 +114,8 @@ MIXED = (
     "dbrx",
 )
 """One of every way in which units are made, held, routed and placed."""
-
-
-@pytest.fixture(scope="module", params=MIXED)
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(request.param, tmp_path_factory.mktemp("mixed") / request.param)
+FOUR = ("phi3", "qwen2_moe", "gpt_oss", "t5")
+"""Halves, experts with a shared one, a unit that is not linear in b, an encoder."""
 
 
 def windows_of_many_lengths(model: LoadedModel) -> Corpus:
@@ -125,21 +125,23 @@ def windows_of_many_lengths(model: LoadedModel) -> Corpus:
     return replace(text, windows=tuple(cut))
 
 
-def test_batches_and_padding_change_no_number(directory: Path) -> None:
-    model = load_model(str(directory), device="cpu", dtype="float64")
+@pytest.mark.parametrize("name", grid(MIXED, FOUR))
+def test_batches_and_padding_change_no_number(families: Families, name: str) -> None:
+    model = families.loaded(name, "float64")
     text = windows_of_many_lengths(model)
     alone, together = (tables_of(analyze(model, text, batch_size=size, quiet=True)) for size in (1, 5))
-    for name in ("layers", "neurons", "curves"):
-        mine, theirs = getattr(alone, name), getattr(together, name)
+    for frame in ("layers", "neurons", "curves"):
+        mine, theirs = getattr(alone, frame), getattr(together, frame)
         for column in mine.select_dtypes("number"):
             if column.endswith(("_p", "_q")):
                 continue  # ranks: of two that are equal to the last digit either may come first
-            np.testing.assert_allclose(mine[column], theirs[column], rtol=1e-5, atol=1e-7, err_msg=f"{name}.{column}")
+            np.testing.assert_allclose(mine[column], theirs[column], rtol=1e-5, atol=1e-7, err_msg=f"{frame}.{column}")
 
 
-def test_what_stands_behind_a_window_changes_nothing(directory: Path) -> None:
+@pytest.mark.parametrize("name", MIXED)
+def test_what_stands_behind_a_window_changes_nothing(families: Families, name: str) -> None:
     """Padding is not read as text: windows of other lengths in the same batch leave a and b as they are."""
-    model = load_model(str(directory), device="cpu", dtype="float64")
+    model = families.loaded(name, "float64")
     layers, short = max(model.layers), Window(0, TOKENS[0, :9], 1)
     found = []
     for windows in ([short], [short, Window(1, TOKENS[1], 1)]):
@@ -165,12 +167,13 @@ def test_what_stands_behind_a_window_changes_nothing(directory: Path) -> None:
             torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-5)  # routers compute in float32
 
 
-def test_precision_moves_numbers_by_its_rounding_only(directory: Path) -> None:
+@pytest.mark.parametrize("name", grid(MIXED, FOUR))
+def test_precision_moves_numbers_by_its_rounding_only(families: Families, name: str) -> None:
     """Medians over the layers of what moves most: routing near a tie may send a token elsewhere."""
     tables = {}
     for dtype in ("float64", "float32", "bfloat16"):
-        model = load_model(str(directory), device="cpu", dtype=dtype)
-        tables[dtype] = tables_of(analyze(model, model.read(context=40, max_tokens=400), quiet=True)).layers
+        model = families.loaded(name, dtype)
+        tables[dtype] = layers_table(analyze(model, model.read(context=40, max_tokens=400), quiet=True))
     for column in ("exchange", "exchange_balanced", "scaling_double", "bilinear_share", "placement"):
         exact = tables["float64"][column]
         np.testing.assert_allclose(tables["float32"][column], exact, rtol=2e-3, err_msg=column)

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from analysis.run import Run
 from hooks.collect import analyze
-from hooks.models import LoadedModel, load_model
+from hooks.models import LoadedModel
 from reports.tables import experts_table, layers_table
-from tests.cli.test_cli import QUICK, call
+from tests.helpers.command_line import QUICK, call
+from tests.helpers.families import Families, grid
 from tests.helpers.mlps_by_hand import gelu_tanh, load_plain, read_by_hand, silu
-from tests.helpers.tiny import save_tiny
 
+pytestmark = pytest.mark.usefixtures("without_figures")
 CONTEXT, TOKENS = 32, 320
 
 
@@ -53,13 +53,6 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Any], Tenso
 """For every family its unit, and what is applied to the output before it reaches the residual stream."""
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, LoadedModel, Run]:
-    directory = save_tiny(request.param, tmp_path_factory.mktemp("runs") / request.param)
-    model = load_model(str(directory), device="cpu")
-    return request.param, directory, model, analyze(model, model.read(context=CONTEXT, max_tokens=TOKENS), quiet=True)
-
-
 def by_hand(family: str, directory: Path, model: LoadedModel) -> list[dict[int, list[tuple[Tensor, Tensor, Tensor]]]]:
     """For every layer and expert: routing weight, a and b of the counted tokens of every window."""
     plain = load_plain(directory, family)
@@ -74,9 +67,11 @@ def by_hand(family: str, directory: Path, model: LoadedModel) -> list[dict[int, 
     return found
 
 
-def test_layers_and_experts_are_what_they_are_by_hand(case: tuple[str, Path, LoadedModel, Run]) -> None:
+@pytest.mark.parametrize("family", grid(CASES, ["qwen2_moe", "gpt_oss", "granitemoe", "gemma3"]))
+def test_layers_and_experts_are_what_they_are_by_hand(families: Families, family: str) -> None:
     """Exchange, scaling at 2 and energy of every expert and layer: Σ r² w (h − h′)² over 2 Σ r² w (h² + h′²)."""
-    family, directory, model, run = case
+    directory, model = families.directory(family), families.loaded(family)
+    run = analyze(model, model.read(context=CONTEXT, max_tokens=TOKENS), quiet=True)
     unit, after = CASES[family]
     blocks, layers = load_plain(directory, family).model.layers, layers_table(run).set_index("layer")
     experts = experts_table(run)
@@ -105,9 +100,9 @@ def test_layers_and_experts_are_what_they_are_by_hand(case: tuple[str, Path, Loa
             assert line["n_tokens"] == sum(len(r) for r, _, _ in parts[expert])
 
 
-def test_a_mixture_on_the_command_line(tmp_path: Path) -> None:
+def test_a_mixture_on_the_command_line(families: Families, tmp_path: Path) -> None:
     """Files, costs of single neurons beside what was predicted, shards that merge to the whole, and a second look."""
-    directory, whole = save_tiny("qwen2_moe", tmp_path / "model"), tmp_path / "whole"
+    directory, whole = families.directory("qwen2_moe"), tmp_path / "whole"
     quick = [argument for argument in QUICK if argument != "--quiet"]
     code, out, _ = call("analyze", directory, "--out", whole, "--causal", "both", "--causal-tokens", 64, *quick)
     assert code == 0, out
@@ -140,11 +135,11 @@ def test_a_mixture_on_the_command_line(tmp_path: Path) -> None:
     assert (whole / "experts.csv").read_text() == before
 
 
-def test_an_encoder_on_the_command_line(tmp_path: Path) -> None:
-    for family in ("t5", "modernbert"):
-        directory, out = save_tiny(family, tmp_path / family), tmp_path / f"out-{family}"
-        assert call("analyze", directory, "--out", out, *QUICK)[0] == 0
-        assert not (out / "causal.csv").exists()
-        code, _, err = call("analyze", directory, "--out", out, "--causal", "exact", *QUICK)
-        assert code == 2
-        assert "does not predict the next token, so edits have no cost: use --causal none" in err
+@pytest.mark.parametrize("family", grid(["t5", "modernbert"], ["t5"]))
+def test_an_encoder_on_the_command_line(families: Families, family: str, tmp_path: Path) -> None:
+    directory, out = families.directory(family), tmp_path / "out"
+    assert call("analyze", directory, "--out", out, *QUICK)[0] == 0
+    assert not (out / "causal.csv").exists()
+    code, _, err = call("analyze", directory, "--out", out, "--causal", "exact", *QUICK)
+    assert code == 2
+    assert "does not predict the next token, so edits have no cost: use --causal none" in err

@@ -11,7 +11,7 @@ from analysis.errors import UserError
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from hooks.reading import batches as reading
-from tests.cli.test_cli import QUICK, refused
+from tests.helpers.command_line import QUICK, refused
 
 LAYER = 1
 

@@ -17,10 +17,8 @@ from analysis.errors import UserError
 from hooks.loading.checkpoint import SINGLE
 from hooks.loading.sources import load_files, locate
 from hooks.models import load_model
+from tests.helpers.quantizing import E4M3, Files, rewrite
 from tests.helpers.tiny import SHAPE, save_tiny, tiny_tokenizer
-
-Files = dict[str, Tensor]
-E4M3 = torch.float8_e4m3fn
 
 
 def e4m3(byte: int) -> float:
@@ -43,20 +41,6 @@ def by_hand(codes: Tensor, factor: Callable[[int, int], float]) -> Tensor:
     """Every FP8 code times the factor of its row and column, in float64."""
     values = codes.view(torch.uint8).tolist()
     return torch.tensor([[e4m3(c) * factor(i, j) for j, c in enumerate(row)] for i, row in enumerate(values)]).double()
-
-
-def rewrite(directory: Path, settings: dict[str, Any], change: Callable[[str, Tensor], Files]) -> dict[str, Any]:
-    """Replace every projection of the MLPs and of attention by what ``change`` gives, and name the method in the config."""
-    weights = load_file(directory / SINGLE)
-    files: Files = {}
-    for name, weight in weights.items():
-        files |= change(name, weight) if "proj.weight" in name else {name: weight}
-    save_file(
-        {name: tensor.clone().contiguous() for name, tensor in files.items()}, directory / SINGLE, metadata={"format": "pt"}
-    )
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": settings or None}))
-    return files
 
 
 @pytest.fixture

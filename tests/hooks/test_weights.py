@@ -22,8 +22,8 @@ from hooks.models import load_model, resolve_device
 from hooks.neuron import inspect_neuron
 from hooks.patching.interventions import acting
 from reports.tables import layers_table
+from tests.helpers.quantizing import E4M3, rewrite
 from tests.helpers.tiny import save_tiny
-from tests.hooks.test_quantized import E4M3, rewrite
 
 TOKENS = torch.arange(3, 43)[None]
 PLACES = {

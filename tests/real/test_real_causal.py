@@ -8,7 +8,7 @@ from analysis.causal.costs import rank_correlation
 from analysis.causal.divergence import kl_divergence, log_probabilities
 from analysis.causal.edits import Edit, PlainExchange
 from analysis.theory.actions import Action, Permutation, ValueRescaling
-from hooks.causal import spread
+from hooks.causal import evenly_spaced
 from hooks.corpus import Window
 from hooks.loading.builtin import BUILTINS, builtin_directory
 from hooks.models import LoadedModel
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.real
 
 @pytest.fixture(scope="module")
 def windows(smollm2: LoadedModel) -> list[Window]:
-    return spread(smollm2.read(context=32, max_tokens=2000).windows, 64)
+    return evenly_spaced(smollm2.read(context=32, max_tokens=2000).windows, 64)
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,14 @@
 """The pages in a real browser, with the network off: nothing fails, nothing leaves, everything works and can be read."""
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 from playwright.sync_api import Page as Tab
 
 from analysis.run import Run
@@ -25,26 +21,16 @@ from reports.directory import write_directory
 from reports.run import figures as drawn
 from reports.run.page import report_html
 from reports.tables import Tables, tables_of
+from tests.helpers.browsing import no_overflow, opened, written
 from tests.helpers.hostile import CORPUS, SCRIPT, TOKENS, hostile_tokenizer
+from tests.helpers.mixtures import with_experts
 from tests.helpers.tiny import tiny_model
-from tests.reports.test_mixtures import with_experts
 
 pytestmark = pytest.mark.browser
 WIDTHS = (1280, 390)
 PROMPT = 500
 """Milliseconds within which the table of neurons answers."""
 READY = "#found:text-matches(' of .* neurons')"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("browser: there is no chromium on this machine (Debian: apt-get install chromium)")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -66,37 +52,6 @@ def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     text.write_text(CORPUS, newline="")
     model = load_model(str(directory), device="cpu")
     return analyze(model, model.read(str(text), context=32, max_tokens=640), quiet=True)
-
-
-@contextmanager
-def opened(browser: Browser, page: Path, **options: Any) -> Iterator[Tab]:
-    """The page in a tab of its own, without network; fails if anything was said on the console or asked of anyone."""
-    context = browser.new_context(offline=True, **options)
-    tab = context.new_page()
-    said: list[str] = []
-    tab.on("console", lambda message: said.append(message.text))
-    tab.on("pageerror", lambda error: said.append(str(error)))
-    tab.on("dialog", lambda dialog: said.append(dialog.message))
-    tab.on("request", lambda request: said.append(request.url) if request.url != page.as_uri() else None)
-    tab.goto(page.as_uri())
-    yield tab
-    context.close()
-    assert said == []
-
-
-def no_overflow(tab: Tab) -> None:
-    """The page is as wide as the window: what is wider scrolls within itself."""
-    assert tab.evaluate("document.documentElement.scrollWidth") <= tab.viewport_size["width"]  # type: ignore[index]
-    wider = tab.evaluate(
-        """() => [...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll, svg, script, noscript, style"))
-        .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 200))"""
-    )
-    assert wider == []
-
-
-def written(html: str, directory: Path) -> Path:
-    (directory / "page.html").write_text(html, encoding="utf-8")
-    return directory / "page.html"
 
 
 @pytest.mark.real

@@ -19,10 +19,10 @@ from reports.compare.figures import draw_comparison
 from reports.compare.page import comparison_html, comparison_json
 from reports.compare.tables import by_third, compare_runs, verdict, warnings
 from reports.tables import layers_table
-from tests.cli.test_cli import call, refused
+from tests.helpers.command_line import call, refused
 from tests.helpers.hostile import SCRIPT, TOKENS
+from tests.helpers.html_page import Page
 from tests.helpers.tiny import save_tiny
-from tests.reports.test_html import Page
 
 READ = {"context": 32, "max_tokens": 640}
 
@@ -124,6 +124,7 @@ def test_shapes_correspond_only_if_depth_width_and_units_do(run: Run, gemma: Run
     assert not same_shape(replace(run, layers={0: run.layers[0]}), replace(run, layers={1: run.layers[1]}))
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_random_init_against_trained_is_a_comparison(tiny_llama: Path, tmp_path: Path) -> None:
     options = ["--context", 32, "--tokens", 320, "--device", "cpu", "--null", "random-init", "--quiet"]
     assert call("analyze", tiny_llama, "--out", tmp_path / "run", *options)[0] == 0

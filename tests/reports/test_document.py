@@ -18,7 +18,7 @@ from hooks.models import LoadedModel
 from reports.run.document import records, summary_json
 from reports.run.summary import print_summary
 from reports.tables import tables_of
-from tests.cli.test_cli import ROOT, call, refused
+from tests.helpers.command_line import ROOT, call, refused
 from tests.helpers.hostile import renamed
 
 QUICK = ["--context", "32", "--tokens", "320", "--device", "cpu"]
@@ -68,6 +68,7 @@ def test_a_number_that_is_not_there_is_null(poor: Run) -> None:
     assert records(pd.DataFrame({"x": [float("inf"), 1.0], "n": [1, 2]})) == [{"x": None, "n": 1}, {"x": 1.0, "n": 2}]
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_command_is_recorded(written: tuple[Path, str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out, _, _ = written
     monkeypatch.setattr(sys, "argv", ["/some/where/run_analysis.py", "merge", "a b", "--out", "\udcff"])
@@ -98,6 +99,7 @@ def test_a_saved_run_is_reported_without_model_or_display(written: tuple[Path, s
     assert (tmp_path / "again" / "report.html").read_text().count("<svg") == 4
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_a_report_is_made_in_place_and_says_what_failed(written: tuple[Path, str, str], tmp_path: Path) -> None:
     out, _, _ = written
     renamed(Run.load(out)).save(tmp_path / "run")

@@ -24,6 +24,7 @@ from reports.findings.activations import activation_tables, excess_beyond
 from reports.findings.figure import draw_families
 from reports.findings.runs import ModelRuns, cost_per_asymmetry, energy_by_quadrant, found_in, heaviest_neurons
 from reports.run.summary import against_chance
+from tests.helpers.command_line import no_figures
 from tests.helpers.tiny import save_tiny
 
 EDITS = ["exchange", "exchange-balanced", "scale:2", "bilinear", "relu-limit"]
@@ -43,9 +44,7 @@ def models(llama: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> dict
 def root(models: dict[str, tuple[LoadedModel, Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of both models: a run with its null, one with costs of edits, and one with the first position counted."""
     root = tmp_path_factory.mktemp("found")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reports.directory.draw_all", lambda _: {})
-        patch.setattr("reports.directory.draw_causal", lambda *_: {})
+    with no_figures():
         for name, (model, directory) in models.items():
             text = model.read(context=24, max_tokens=480)
             random = analyze(load_model(str(directory), device="cpu", random_seed=0), text, quiet=True)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from analysis.errors import UserError
 from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
-from analysis.run import MOMENTS_FILE, Layer, Run
+from analysis.run import MOMENTS_FILE, Run
 from analysis.storage.hashing import sha256_of
 from analysis.weights.experts import SHARED
 from hooks.collect import analyze
@@ -27,8 +27,8 @@ from reports.run.figures import draw_all
 from reports.run.page import report_html
 from reports.run.summary import print_summary, remarks, verdict
 from reports.tables import Tables, tables_of
-from tests.analysis.test_experts import Mixture, many_blocks
-from tests.reports.test_html import Page
+from tests.helpers.html_page import Page
+from tests.helpers.mixtures import with_experts
 
 NULLED = "exchange exchange_balanced scaling_half scaling_double scaling_flip".split()
 COLUMNS = [
@@ -38,17 +38,6 @@ COLUMNS = [
     *(f"{name}_se" for name in (*NULLED, "bilinear_share")),
     *(f"{name}_null_repaired" for name in NULLED),
 ]
-
-
-def layer_of(mixture: Mixture) -> Layer:
-    unit, geometry = mixture.cases[0].unit, mixture.geometry
-    return Layer(unit, mixture.moments("fused"), geometry, "none", 0.5, mixture.partners, mixture.experts)
-
-
-def with_experts(run: Run, seed: int = 0) -> Run:
-    """The run with its two last layers made mixtures of three experts, one of them idle, and a shared one."""
-    layers = {index: layer_of(many_blocks(dtype=torch.float32, seed=seed + 7 * index)) for index in (1, 2)}
-    return replace(run, layers=run.layers | layers, token_texts={token: f"⟨{token}⟩" for token in range(320)})
 
 
 @pytest.fixture(scope="module")

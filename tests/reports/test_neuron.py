@@ -28,10 +28,11 @@ from hooks.models import LoadedModel, load_model
 from hooks.neuron import inspect_neuron
 from reports.neuron.page import NeuronPage
 from reports.neuron.summary import histogram
-from tests.cli.test_cli import call, refused
+from tests.helpers.command_line import call, no_figures, refused
+from tests.helpers.families import Families
 from tests.helpers.hostile import CORPUS, SCRIPT, hostile_tokenizer
+from tests.helpers.html_page import Page
 from tests.helpers.tiny import save_tiny, tiny_model, train_tokenizer
-from tests.reports.test_html import Page
 
 SILU = unit_named("silu")
 PRODUCT = unit_named("linear")
@@ -466,11 +467,18 @@ def test_other_bad_input_is_refused(llama: LoadedModel, tiny_llama: Path, tmp_pa
         inspect_neuron(broken, text, "1:7", quiet=True)
 
 
+@pytest.fixture(scope="module")
+def run_of_a_mixture(families: Families, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("mixture") / "run"
+    with no_figures():
+        assert call("analyze", families.directory("qwen2_moe"), "--out", out, *QUICK)[0] == 0
+    return out
+
+
 @pytest.mark.parametrize("place", ["1:2:5", "1:shared:7"])
-def test_a_neuron_of_an_expert(place: str, tmp_path: Path) -> None:
+def test_a_neuron_of_an_expert(place: str, families: Families, run_of_a_mixture: Path, tmp_path: Path) -> None:
     """On the tokens that are sent to it, against the model's own modules; its page, and its costs from a run."""
-    directory = save_tiny("qwen2_moe", tmp_path / "model")
-    model = load_model(str(directory), device="cpu")
+    directory, model = families.directory("qwen2_moe"), families.loaded("qwen2_moe")
     text = model.read(context=32, max_tokens=320)
     record = inspect_neuron(model, text, place, top=4, quiet=True)
     plain, seen = AutoModelForCausalLM.from_pretrained(directory), {}
@@ -498,13 +506,12 @@ def test_a_neuron_of_an_expert(place: str, tmp_path: Path) -> None:
     assert (record.neuron, record.name) == (column, place)
     assert record.measured.moments.neuron["weight"].shape == (4 * 24 + 40,)
     assert all(each.name.count(":") == 2 for each in record.similar["v"])
-    assert call("analyze", directory, "--out", tmp_path / "run", *QUICK)[0] == 0
-    code, *_ = call("neuron", directory, place, "--run", tmp_path / "run", "--out", tmp_path / "n.html", *QUICK)
+    code, *_ = call("neuron", directory, place, "--run", run_of_a_mixture, "--out", tmp_path / "n.html", *QUICK)
     assert code == 0
     page = (tmp_path / "n.html").read_text(encoding="utf-8")
     assert f"{'the shared expert' if 'shared' in place else 'expert 2'} of layer 1" in page
-    costs = NeuronPage(inspect_neuron(model, text, place, run=tmp_path / "run", quiet=True)).costs
-    table = pd.read_parquet(tmp_path / "run" / "neurons.parquet")
+    costs = NeuronPage(inspect_neuron(model, text, place, run=run_of_a_mixture, quiet=True)).costs
+    table = pd.read_parquet(run_of_a_mixture / "neurons.parquet")
     mine = table[(table["layer"] == 1) & (table["expert"] == record.expert) & (table["neuron"] == record.index)]
     assert len(mine) == 1
     assert costs.set_index("edit").loc["exchange", "attribution"] == pytest.approx(
@@ -512,8 +519,8 @@ def test_a_neuron_of_an_expert(place: str, tmp_path: Path) -> None:
     )
 
 
-def test_a_neuron_of_a_mixture_is_named_with_its_expert(tmp_path: Path) -> None:
-    directory = save_tiny("qwen2_moe", tmp_path / "model")
+def test_a_neuron_of_a_mixture_is_named_with_its_expert(families: Families, tmp_path: Path) -> None:
+    directory = families.directory("qwen2_moe")
     for place, message in (
         ("1:5", "layer 1 has experts 0-3, and a shared one: write a neuron of it as LAYER:EXPERT:INDEX"),
         ("1:9:0", "layer 1 has experts 0-3, and a shared one"),

@@ -9,11 +9,10 @@ from playwright.sync_api import Browser
 from hooks.models import load_model
 from hooks.neuron import inspect_neuron
 from reports.neuron.page import NeuronPage
+from tests.helpers.browsing import no_overflow, opened, written
 from tests.helpers.hostile import CORPUS, hostile_tokenizer
 from tests.helpers.tiny import tiny_model
-from tests.reports.test_browser import browser, no_overflow, opened, written
 
-__all__ = ["browser"]  # a fixture, used by name
 pytestmark = pytest.mark.browser
 
 

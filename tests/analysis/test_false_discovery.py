@@ -20,7 +20,7 @@ from analysis.sums.moments import Accumulator, Moments
 from analysis.sums.tiled import TileReducer
 from analysis.units.registry import unit_named
 from analysis.weights.geometry import Geometry, derangements
-from tests.helpers.analysis_helpers import assert_close
+from tests.helpers.random_layers import assert_close
 
 D_MLP, D_MODEL, TOKENS, DRAWS, BLOCKS = 48, 12, 32, 4, 8
 SILU = unit_named("silu")
@@ -161,6 +161,7 @@ def equal_layers() -> list[Layer]:
     return [layer(1000 + seed, equal=True) for seed in range(150)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["exchange", "exchange_balanced", "scaling_double"])
 def test_no_excess_is_found_where_the_pairing_is_random(name: str, equal_layers: list[Layer]) -> None:
     assert held(equal_layers, name) >= 0.95

@@ -11,7 +11,6 @@ from numba import njit
 from torch import Tensor
 
 from analysis.sums import kernel as fused
-from analysis.sums.batch import Batch, Window
 from analysis.sums.fused_reducer import NEURONS_AT_ONCE, TILE, FusedReducer, reducer_of
 from analysis.sums.kernel import KINDS
 from analysis.sums.layout import Layout
@@ -20,31 +19,11 @@ from analysis.sums.tiled import TileReducer
 from analysis.units.activations import ACTIVATIONS
 from analysis.units.registry import GatedUnit, unit_named
 from analysis.weights.geometry import derangements
-from tests.helpers.analysis_helpers import Case, ClampedUnit, random_case
+from tests.helpers.batches import batch_of, padded
+from tests.helpers.random_layers import Case, ClampedUnit, random_case
 
 EXACTNESS = 2e-6
 """Of the largest sum of a row: products are float32, and so is what a neuron adds up over 256 tokens."""
-
-
-def batch_of(
-    lengths: Sequence[int],
-    blocks: Sequence[int],
-    counted_from: int = 1,
-    first: int = 0,
-    device: torch.device | str = "cpu",
-) -> Batch:
-    windows = [
-        Window(first + i, torch.arange(length) + 7 * i, min(counted_from, length)) for i, length in enumerate(lengths)
-    ]
-    return Batch.of(windows, blocks, device)
-
-
-def padded(x: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Rows of windows, with what must not be seen behind their ends."""
-    out = torch.full((len(lengths), max(lengths), x.shape[1]), 1e4, dtype=x.dtype)
-    for row, part in zip(out, x.split(list(lengths)), strict=True):
-        row[: len(part)] = part
-    return out
 
 
 def both(

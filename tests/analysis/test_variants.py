@@ -27,9 +27,9 @@ from analysis.units.base import GatedUnit, Unit
 from analysis.units.registry import OTHER_UNITS, PARAMETERS, candidate_units, nearest_unit, unit_named
 from analysis.units.variants import GptOssUnit, TopKUnit
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import TWINS, assert_close, layer_sums, random_case
+from tests.helpers.random_layers import TWINS, assert_close, layer_sums, random_case
+from tests.helpers.scalar_gates import ACTIVATION, top_k_gates
 
-ACTIVATION = {name: reference.ACTIVATIONS[twin][0] for name, twin in TWINS.items()}
 D_MLP = 24
 
 
@@ -99,23 +99,6 @@ def layer(seed: int = 0, size: float = 1.0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     a, b = size * 6 * torch.randn(2, 20, D_MLP, generator=generator, dtype=torch.float64)
     return a, b
-
-
-def quantile_of_normal(share: float) -> float:
-    """Φ⁻¹ by bisection of erfc, at the share that float32 has."""
-    share, low, high = float(torch.tensor(share, dtype=torch.float32)), -9.0, 9.0
-    while high - low > 1e-13:
-        middle = (low + high) / 2
-        low, high = (middle, high) if math.erfc(-middle / math.sqrt(2)) / 2 < share else (low, middle)
-    return low
-
-
-def top_k_gates(row: list[float], sigma: reference.Scalar, share: float) -> list[float]:
-    """The gates of one token by a loop over the neurons of its layer."""
-    mean = math.fsum(row) / len(row)
-    deviation = math.sqrt(math.fsum((z - mean) ** 2 for z in row) / len(row))
-    cutoff = mean + deviation * quantile_of_normal(share)
-    return [sigma(max(z - cutoff, 0.0)) for z in row]
 
 
 def in_a_loop(name: str, a: Tensor, b: Tensor) -> Tensor:

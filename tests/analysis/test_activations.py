@@ -10,7 +10,7 @@ from analysis.errors import UserError
 from analysis.units.activations import ACTIVATIONS, ALIASES, activation_named
 from analysis.units.registry import GatedUnit, Unit, unit_named
 from tests.helpers import reference
-from tests.helpers.analysis_helpers import TWINS, ClampedUnit, SymmetricUnit, assert_close, clamped_twin
+from tests.helpers.random_layers import TWINS, ClampedUnit, SymmetricUnit, assert_close, clamped_twin
 
 GRID = torch.cat([torch.linspace(-9, 9, 181, dtype=torch.float64), torch.tensor([-30.0, 30.0], dtype=torch.float64)])
 

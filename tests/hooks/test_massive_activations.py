@@ -14,7 +14,7 @@ from hooks.models import LoadedModel
 from hooks.reading.accumulators import SiteAccumulator
 from reports.run.summary import remarks
 from reports.tables import extremes_table, layers_table
-from tests.helpers.analysis_helpers import Case, random_case
+from tests.helpers.random_layers import Case, random_case
 
 LAYER, WINDOW, POSITION, NEURON = 1, 3, 7, 11
 

@@ -13,7 +13,8 @@ from analysis.measures.jackknife import pooled_error
 from analysis.sums.layout import DEFAULT_ALPHAS, Layout, scaling_name
 from analysis.sums.reducer import N_JACKKNIFE_BLOCKS
 from analysis.units.registry import Unit, unit_named
-from tests.helpers.analysis_helpers import Case, ClampedUnit, SymmetricUnit, assert_close, layer_sums, random_case
+from tests.helpers.families import grid
+from tests.helpers.random_layers import Case, ClampedUnit, SymmetricUnit, assert_close, layer_sums, random_case
 
 LAWS = torch.tensor(
     [
@@ -80,7 +81,7 @@ def quadrature_of(name: str, null: str) -> float:
     return 4e-4 if far else UNITS[name]
 
 
-@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize("name", grid(UNITS, ["silu", "relu", "gpt_oss(1.702,2)"]))
 def test_gaussian_nulls_equal_monte_carlo(name: str) -> None:
     unit = ClampedUnit() if name == "clamped" else unit_named(name)
     found, (a, b) = nulls(unit), sampled(unit, LAWS, 400_000)
