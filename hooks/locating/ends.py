@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hooks.loading.devices import weights_of
 from hooks.loading.network import Tokens, outputs_of
-from hooks.locating.norm_gains import form_of_gain
+from hooks.locating.norm_gains import match_gain
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def find_ends(network: PreTrainedModel, probe: Tokens, d_model: int) -> Ends | N
     gain, source = torch.ones_like(unembedding[0]), "none: the unembedding does not read a norm's output"
     for name, module, before, after in seen:
         if read and after.shape == read[0].shape and torch.equal(after, read[0]):
-            found = form_of_gain(module, before, after)
+            found = match_gain(module, before, after)
             if found is not None:
                 gain, source = found[0], f"{name}, {found[1]}"
     return Ends(embedding, unembedding, gain, source)

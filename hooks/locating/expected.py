@@ -59,7 +59,7 @@ class Expected:
                 found.setdefault(unit.name, unit)
         return list(found.values())
 
-    def are_own(self, *modules: nn.Module) -> None:
+    def require_unshared(self, *modules: nn.Module) -> None:
         """Fails for modules of several layers: what is captured at them in a pass is of all these layers."""
         if any(self.uses[module] > 1 for module in modules):
             raise VerificationError("its projections belong to another layer too", 0.0)

@@ -20,23 +20,23 @@ STACKED = 3
 
 
 @dataclass(frozen=True)
-class Cut:
+class ExpertSlice:
     """How the matrix of an expert is cut from a parameter that holds those of all, [expert, …, …] or one under the other.
 
     Attributes:
         name: of the parameter.
-        turned: whether the matrices stand with their inputs first.
+        transposed: whether the matrices stand with their inputs first.
         rows: which outputs of the matrix are meant.
     """
 
     name: str
-    turned: bool
+    transposed: bool
     rows: slice = field(default_factory=lambda: slice(None))
 
     def of(self, whole: Tensor, n_experts: int, number: int) -> Float[Tensor, "out d_in"]:
         """The matrix of that expert, outputs first; a view."""
         matrix = whole.reshape(n_experts, -1, whole.shape[-1])[number]
-        return (matrix.T if self.turned else matrix)[self.rows]
+        return (matrix.T if self.transposed else matrix)[self.rows]
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class FusedExperts:
     where: str
     module: nn.Module
     holder: nn.Module
-    gate: Cut
-    up: Cut
-    down: Cut
+    gate: ExpertSlice
+    up: ExpertSlice
+    down: ExpertSlice
     gate_up_bias: str | None
     down_bias: str | None
     n_experts: int
@@ -128,17 +128,17 @@ def _pairs(where: str, module: nn.Module, d_model: int) -> Iterator[FusedExperts
     if len(matrices) != 2:
         return
     for both, down in permutations(matrices):
-        for turned in (False, True):
-            d_mlp = own[down].shape[1 if turned else 2]
+        for transposed in (False, True):
+            d_mlp = own[down].shape[1 if transposed else 2]
             wide, narrow = (d_model, 2 * d_mlp), (d_mlp, d_model)
-            if not turned:
+            if not transposed:
                 wide, narrow = wide[::-1], narrow[::-1]
             n_experts = len(own[down])
             if own[both].shape != (n_experts, *wide) or own[down].shape != (n_experts, *narrow):
                 continue
             bias, down_bias = _biases(own, n_experts, 2 * d_mlp, d_model)
             for gate, up in halves(d_mlp):
-                cuts = Cut(both, turned, gate), Cut(both, turned, up), Cut(down, turned)
+                cuts = ExpertSlice(both, transposed, gate), ExpertSlice(both, transposed, up), ExpertSlice(down, transposed)
                 yield FusedExperts(where, module, module, *cuts, bias, down_bias, n_experts, d_mlp)
 
 
@@ -157,11 +157,11 @@ def _flat(where: str, block: nn.Module, d_model: int) -> Iterator[FusedExperts]:
         numbers = {value for one in (holder, module) for value in vars(one).values() if type(value) is int}
         for n_experts in sorted(number for number in numbers if 1 < number < shape[0] and shape[0] % number == 0):
             for gate, up, down in permutations(tables):
-                cuts = Cut(gate, False), Cut(up, False), Cut(down, True)
+                cuts = ExpertSlice(gate, False), ExpertSlice(up, False), ExpertSlice(down, True)
                 yield FusedExperts(outer, module, holder, *cuts, None, None, n_experts, shape[0] // n_experts, is_flat=True)
 
 
-def unread_expert_weights(block: nn.Module) -> Iterator[str]:
+def unmatched_expert_weights(block: nn.Module) -> Iterator[str]:
     """Names of modules that hold expert_weights of matrices, as experts have them; the kernel of a convolution is none."""
     for name, module in block.named_modules():
         own = list(module.parameters(recurse=False))

@@ -49,7 +49,7 @@ class OutputGain:
     by_token: Float[Tensor, " place"] | None = None
 
 
-def gain_before(x: Rows, norms: Iterator[tuple[str, nn.Module, Rows, Rows]]) -> tuple[Vector, str]:
+def find_input_gain(x: Rows, norms: Iterator[tuple[str, nn.Module, Rows, Rows]]) -> tuple[Vector, str]:
     """The gain of the norm whose output x is.
 
     Args:
@@ -58,13 +58,13 @@ def gain_before(x: Rows, norms: Iterator[tuple[str, nn.Module, Rows, Rows]]) -> 
     """
     for name, module, given, gave in norms:
         if gave.shape == x.shape == given.shape and torch.equal(gave, x) and not torch.equal(given, gave):
-            found = form_of_gain(module, given, x)
+            found = match_gain(module, given, x)
             if found is not None:
                 return found[0], f"{name}, {found[1]}"
     return torch.ones_like(x[0]), NOTHING_BEFORE
 
 
-def form_of_gain(norm: nn.Module, before: Rows, x: Rows) -> tuple[Vector, str] | None:
+def match_gain(norm: nn.Module, before: Rows, x: Rows) -> tuple[Vector, str] | None:
     """Which gain, in which form, takes the norm's input to its output x; None if none does.
 
     Its direction must make x/γ parallel to the input over its size, its length must do so without a factor; one that
@@ -115,7 +115,7 @@ def _gains(norm: nn.Module, x: Rows) -> Iterator[tuple[str, Vector]]:
     yield "without gain", torch.ones_like(x[0])
 
 
-def gain_after(
+def find_output_gain(
     run: Callable[[], Tensor],
     gave: Tensor,
     module: nn.Module,

@@ -24,7 +24,7 @@ class Recording:
     block: nn.Module
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
-    in_tuple: bool = False
+    returns_tuple: bool = False
     output: Tensor | None = None
     calls: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     fired: Counter[nn.Module] = field(default_factory=Counter)
@@ -81,7 +81,7 @@ def record(block: nn.Module, look: Callable[[Recording], None], stack: ExitStack
             handle.remove()
         recording.changed = {module for module, (given, version) in outputs.items() if given._version != version}
         outputs.clear()
-        recording.args, recording.kwargs, recording.output, recording.in_tuple = (
+        recording.args, recording.kwargs, recording.output, recording.returns_tuple = (
             args,
             kwargs,
             hidden_of(output),

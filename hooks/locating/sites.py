@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from analysis.theory.gated import GatedMLP
 from analysis.units.registry import Unit
 from analysis.weights.experts import SHARED
-from hooks.loading.devices import place_of
+from hooks.loading.devices import device_of
 from hooks.locating.expert_weights import FusedExperts
 from hooks.locating.projections import Candidate, Weights
 
@@ -44,7 +44,7 @@ class Site:
         expert: its number in a mixture of experts, ``SHARED`` for a shared one, None in a dense layer.
         token_gate: for a shared expert, what gives the logit of its weight for each token.
         hook_names: the names of x, a, b, h and y among the hooks of TransformerLens, where these see the same.
-        also: modules that give a and b as well, in a network whose own projections are others.
+        bridge_points: TransformerLens hook points of a and b, where its pass calls other modules than the model's own.
         in_place: whether the model changes what its projections gave, so that a and b must be copied when they are
         captured.
     """
@@ -61,7 +61,7 @@ class Site:
     expert: int | None = None
     token_gate: nn.Linear | None = None
     hook_names: dict[str, str] = field(default_factory=dict)
-    also: tuple[Points, Points] = ((), ())
+    bridge_points: tuple[Points, Points] = ((), ())
     in_place: bool = False
 
     @property
@@ -90,7 +90,7 @@ class Site:
     @property
     def device(self) -> torch.device:
         """Where its layer computes."""
-        return place_of(self.weights.module)
+        return device_of(self.weights.module)
 
     def gated_mlp(self) -> GatedMLP:
         """The MLP as a form of the family, on x after its norm, with the model's own weights."""
@@ -177,10 +177,10 @@ class LocatedLayers:
         sites: dense layers that proved themselves, by index.
         mixtures: layers of experts that did.
         skipped: for every other layer the reason why not.
-        in_tuples: blocks that give the residual stream in a tuple.
+        returns_tuple: blocks that give the residual stream in a tuple.
     """
 
     sites: dict[int, Site] = field(default_factory=dict)
     mixtures: dict[int, Mixture] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
-    in_tuples: frozenset[int] = frozenset()
+    returns_tuple: frozenset[int] = frozenset()

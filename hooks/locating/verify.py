@@ -13,9 +13,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hooks.loading.network import blocks_of, run_whole
+from hooks.loading.network import blocks_of, run_network
 from hooks.locating.expected import Expected, NotASiteError
-from hooks.locating.expert_weights import unread_expert_weights
+from hooks.locating.expert_weights import unmatched_expert_weights
 from hooks.locating.recording import Recording, record
 from hooks.locating.sites import LocatedLayers, Mixture, Site
 from hooks.locating.verify_dense import STATIC, verify_dense
@@ -32,11 +32,11 @@ def find_sites(model: PreTrainedModel, probe: Int[Tensor, "batch pos"]) -> Locat
     proof = ExpertsVerifier(expected)
     found: dict[int, Site | Mixture] = {}
     skipped: dict[int, str] = {}
-    in_tuples = set()
+    returns_tuple = set()
 
     def look(layer: int, recording: Recording) -> None:
-        if recording.in_tuple:
-            in_tuples.add(layer)
+        if recording.returns_tuple:
+            returns_tuple.add(layer)
         try:
             found[layer] = _in_block(expected, proof, layer, recording)
         except NotASiteError as reason:
@@ -48,13 +48,13 @@ def find_sites(model: PreTrainedModel, probe: Int[Tensor, "batch pos"]) -> Locat
                 skipped[layer] = "its block is that of another layer too, and runs more than once in a pass"
             else:
                 record(block, partial(look, layer), stack)
-        run_whole(model, probe)
+        run_network(model, probe)
     for layer in range(len(blocks)):
         if layer not in found:
             skipped.setdefault(layer, "it did not run on the probe")
     sites = {layer: one for layer, one in sorted(found.items()) if isinstance(one, Site)}
     mixtures = {layer: one for layer, one in sorted(found.items()) if isinstance(one, Mixture)}
-    return LocatedLayers(sites, mixtures, dict(sorted(skipped.items())), frozenset(in_tuples))
+    return LocatedLayers(sites, mixtures, dict(sorted(skipped.items())), frozenset(returns_tuple))
 
 
 def _in_block(expected: Expected, mixtures: ExpertsVerifier, layer: int, recording: Recording) -> Site | Mixture:
@@ -63,7 +63,7 @@ def _in_block(expected: Expected, mixtures: ExpertsVerifier, layer: int, recordi
     every = expert_candidates(expected, recording)
     if every:
         return mixtures.verify(layer, recording, dense, every)
-    beside = {name.partition(".")[0] for name in unread_expert_weights(recording.block)}
+    beside = {name.partition(".")[0] for name in unmatched_expert_weights(recording.block)}
     if any(site.projections.where.partition(".")[0] in beside for site, _ in dense) or (beside and not dense):
         raise NotASiteError(
             NOT_GATED if reason == STATIC or not dense else "its experts are expert_weights of another shape"

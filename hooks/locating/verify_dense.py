@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from analysis.theory.gated import GatedMLP
 from analysis.units.registry import Unit, nearest_unit
 from hooks.locating.expected import Expected, VerificationError
-from hooks.locating.norm_gains import OutputGain, gain_after, gain_before
+from hooks.locating.norm_gains import OutputGain, find_input_gain, find_output_gain
 from hooks.locating.projections import Candidate, candidates_of
 from hooks.locating.recording import Recording
 from hooks.locating.sites import Site
@@ -39,13 +39,13 @@ def verify_dense(expected: Expected, layer: int, recording: Recording) -> tuple[
 
 
 def verify_candidate(expected: Expected, layer: int, candidate: Candidate, recording: Recording) -> tuple[Site, OutputGain]:
-    expected.are_own(candidate.gate.module, candidate.up.module, candidate.down)
+    expected.require_unshared(candidate.gate.module, candidate.up.module, candidate.down)
     x, a, b, h, y = _read(candidate, recording)
     unit, identity_error = identify(expected.units(layer, recording.module(candidate.where)), a, b, h, candidate.where)
     form = GatedMLP(unit, *candidate.matrices, *candidate.biases)
     output_error = _verify_output(form, x, y)
-    gain, source = gain_before(x, recording.norms(x))
-    after = gain_after(
+    gain, source = find_input_gain(x, recording.norms(x))
+    after = find_output_gain(
         recording.rerun,
         recording.block_output,
         candidate.down,

@@ -16,8 +16,8 @@ from analysis.units.registry import Unit
 from analysis.weights.experts import SHARED
 from hooks.loading.network import hidden_of
 from hooks.locating.expected import Expected, NotASiteError, VerificationError
-from hooks.locating.expert_weights import Cut, ExpertWeights, FusedExperts, fused_experts_of
-from hooks.locating.norm_gains import NOTHING_AFTER, OutputGain, gain_after, gain_before, parallel
+from hooks.locating.expert_weights import ExpertSlice, ExpertWeights, FusedExperts, fused_experts_of
+from hooks.locating.norm_gains import NOTHING_AFTER, OutputGain, find_input_gain, find_output_gain, parallel
 from hooks.locating.recording import Recording
 from hooks.locating.routing import Routing
 from hooks.locating.sites import Mixture, Site
@@ -27,7 +27,7 @@ from hooks.tolerance import OUTPUT_SLACK, TOLERANCE, relative_error
 def expert_candidates(expected: Expected, recording: Recording) -> list[FusedExperts]:
     """Every candidate on the weights of experts in a block."""
     every = fused_experts_of(recording.block, expected.config.hidden_size)
-    return [one for one in every if not one.is_flat or _is_told(one, recording)]
+    return [one for one in every if not one.is_flat or _receives_routing(one, recording)]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class ExpertsVerifier:
     """
 
     expected: Expected
-    layout: tuple[Cut, Cut, Cut, Unit] | None = None
+    layout: tuple[ExpertSlice, ExpertSlice, ExpertSlice, Unit] | None = None
 
     def verify(
         self, layer: int, recording: Recording, dense: Sequence[tuple[Site, OutputGain]], every: Sequence[FusedExperts]
@@ -57,7 +57,7 @@ class ExpertsVerifier:
             self.layout = expert_weights.gate, expert_weights.up, expert_weights.down, unit
             gain, source = self._gain_of_experts(expert_weights, recording)
             y = hidden_of(recording.calls[expert_weights.module][2])
-            after = gain_after(
+            after = find_output_gain(
                 recording.rerun, recording.block_output, expert_weights.module, y, recording.block, self.expected.constants
             )
             if after.by_token is not None:
@@ -72,9 +72,7 @@ class ExpertsVerifier:
                 raise NotASiteError(
                     f"it has {len(shared)} gated MLPs beside its experts, expected one shared expert at most"
                 )
-            _prove_complete(
-                sites[0], expert_weights, [site for site, _ in shared], [weight for _, weight in shared], recording
-            )
+            _verify_sum(sites[0], expert_weights, [site for site, _ in shared], [weight for _, weight in shared], recording)
             reads = _around(expert_weights, [site for site, _ in shared], recording)
             return Mixture(layer, (*sites, *(site for site, _ in shared)), expert_weights, reads)
         raise NotASiteError(str(min(failures, key=lambda failure: failure.error)))
@@ -88,7 +86,7 @@ class ExpertsVerifier:
                 if len(gave) * expert_weights.n_experts == len(x) and parallel(x[rows], gave[routing.place[rows]]):
                     x = gave
                     break
-        return gain_before(x, recording.norms(x))
+        return find_input_gain(x, recording.norms(x))
 
     def _in_order(self, every: Iterable[FusedExperts]) -> list[FusedExperts]:
         return sorted(every, key=lambda one: self.layout is None or (one.gate, one.up, one.down) != self.layout[:3])
@@ -96,7 +94,7 @@ class ExpertsVerifier:
     def verified_unit(self, layer: int, expert_weights: FusedExperts, recording: Recording) -> tuple[Unit, float]:
         """The unit of the experts, if a candidate holds for every one of them, and its error; VerificationError if it does
         not."""
-        self.expected.are_own(expert_weights.module)
+        self.expected.require_unshared(expert_weights.module)
         if (fired := recording.fired[expert_weights.module]) != 1:
             raise VerificationError(f"its experts ran {fired} times on the probe, expected once")
         routing = _routing(expert_weights, recording)
@@ -141,7 +139,7 @@ def _routing(expert_weights: FusedExperts, recording: Recording) -> Routing | No
     return Routing.of(args, kwargs, expert_weights.n_experts)
 
 
-def _is_told(expert_weights: FusedExperts, recording: Recording) -> bool:
+def _receives_routing(expert_weights: FusedExperts, recording: Recording) -> bool:
     """Whether a module is given the experts of each token, by which its tables are known to be theirs."""
     routing = _routing(expert_weights, recording)
     return routing is not None and not routing.scaled
@@ -188,7 +186,7 @@ def _around(expert_weights: FusedExperts, shared: Sequence[Site], recording: Rec
     return around
 
 
-def _prove_complete(
+def _verify_sum(
     expert: Site, expert_weights: FusedExperts, shared: Sequence[Site], weights: Sequence[Tensor], recording: Recording
 ) -> None:
     """Nothing else adds to what the experts give: the module around them gives their sum, alone or with the shared one.

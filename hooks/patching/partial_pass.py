@@ -18,7 +18,7 @@ from torch import Tensor
 
 from analysis.errors import UserError
 from hooks.corpus import Window
-from hooks.loading.network import run_whole
+from hooks.loading.network import run_network
 from hooks.models import LoadedModel
 from hooks.patching.interventions import Rewrite, rewriting
 
@@ -48,7 +48,7 @@ class Scored:
 def full_pass(model: LoadedModel, tokens: Int64[Tensor, "row pos"]) -> Logits:
     """The logits of one whole pass of the model."""
     try:
-        return run_whole(model.network, tokens.to(model.device)).logits
+        return run_network(model.network, tokens.to(model.device)).logits
     except torch.cuda.OutOfMemoryError as error:
         raise UserError("out of GPU memory in a causal pass: use a shorter --context, or --causal none") from error
 
@@ -123,7 +123,7 @@ def _entering(model: LoadedModel, layer: int, hidden: Hidden) -> Iterator[None]:
     )
     try:
         for number, block in enumerate(blocks[:layer]):
-            handed_on = (hidden,) if number in model.located.in_tuples else hidden
+            handed_on = (hidden,) if number in model.located.returns_tuple else hidden
             vars(block)["forward"] = lambda *_, handed_on=handed_on, **__: handed_on  # setattr would reach a wrapped module
         yield
     finally:

@@ -94,8 +94,8 @@ class SiteAccumulator(LayerAccumulator):
             unit=site.unit,
             moments=self._accumulator.moments(),
             geometry=self._prepared.geometry,
-            gain=gain_in_words(site),
-            interaction_antisymmetry=antisymmetric_share(*_gained(site)),
+            gain=describe_gain(site),
+            interaction_antisymmetry=antisymmetric_share(*_folded_weights(site)),
             partners=self._prepared.pairing.partners,
         )
 
@@ -126,8 +126,8 @@ class MixtureAccumulator(LayerAccumulator):
             unit=self._mixture.unit,
             moments=self._accumulator.moments(),
             geometry=Geometry.cat([prepared.geometry for prepared in self._prepared]),
-            gain="; ".join(dict.fromkeys(gain_in_words(site) for site in sites)),
-            interaction_antisymmetry=pooled_antisymmetric_share(map(_gained, sites)),
+            gain="; ".join(dict.fromkeys(describe_gain(site) for site in sites)),
+            interaction_antisymmetry=pooled_antisymmetric_share(map(_folded_weights, sites)),
             partners=torch.cat(partners, dim=1),
             experts=torch.tensor([int(site.expert or 0) for site in sites]).repeat_interleave(width),
         )
@@ -154,14 +154,14 @@ def parts_of(mixture: Mixture, captured: dict[str, Any], batch: Batch) -> Iterat
         yield len(mixture.routed), a, b, batch.fed, weight
 
 
-def _gained(site: Site) -> tuple[Tensor, Tensor, Tensor]:
+def _folded_weights(site: Site) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v with what stands before and after them."""
     gains, wide = (site.gain, site.gain, site.value_gain), torch.promote_types(site.dtype, torch.float32)
     q, k, v = (weight.to(wide) * gain for weight, gain in zip(site.weights.matrices, gains, strict=True))
     return q, k, v
 
 
-def gain_in_words(site: Site) -> str:
+def describe_gain(site: Site) -> str:
     """What was folded into q and k, and into v where it is anything."""
     return (
         site.gain_source if site.value_gain_source == NOTHING_AFTER else f"{site.gain_source}; v: {site.value_gain_source}"

@@ -30,7 +30,7 @@ _REMEDY = {"float16": "use --dtype bfloat16 or float32", "bfloat16": "use --dtyp
 
 
 @dataclass
-class Taking:
+class BatchStatus:
     """Which accumulators have begun to take in a batch, and which have it."""
 
     begun: list["ActivationAccumulator"] = field(default_factory=list)
@@ -57,7 +57,7 @@ class ActivationAccumulator(ABC):
     def take(self, captured: dict[str, Any], batch: Batch) -> None:
         """Take in what was kept of a batch, by the names of ``hooks.reading.capture_points``."""
 
-    def capture_hooks(self, batch: Batch, taking: Taking) -> list[CaptureHook]:
+    def capture_hooks(self, batch: Batch, taking: BatchStatus) -> list[CaptureHook]:
         """What listens while this batch is read."""
         captured: dict[str, Any] = {}
 
@@ -141,7 +141,7 @@ def _read(
     batches = {
         device: Batch.of(windows, blocks, device) for device in {model.device, *(one.device for one in accumulators)}
     }
-    batch, taking = batches[model.device], Taking()
+    batch, taking = batches[model.device], BatchStatus()
     try:
         capture_hooks = [
             capture_hook

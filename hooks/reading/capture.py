@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from analysis.sums.batch import Window
-from hooks.loading.network import base_of, hidden_of, run_whole
+from hooks.loading.network import base_of, hidden_of, run_network
 from hooks.models import LoadedModel
 
 OnOutput = Callable[[tuple[Any, ...], dict[str, Any], Any], None]
@@ -48,13 +48,13 @@ def capture_pass(
         found.append(hidden_of(output))
         raise _ReadError
 
-    with model.passing, ExitStack() as stack, torch.no_grad():
+    with model.lock, ExitStack() as stack, torch.no_grad():
         network = model.network
         for module, capture in capture_hooks:
             stack.callback(module.register_forward_hook(_hook(capture), with_kwargs=True).remove)
         stack.callback(model.blocks(network)[last_layer].register_forward_hook(leave).remove)
         with suppress(_ReadError):
-            run_whole(base_of(network), tokens.to(model.device), None if mask is None else mask.to(model.device))
+            run_network(base_of(network), tokens.to(model.device), None if mask is None else mask.to(model.device))
     return found[0]
 
 

@@ -50,6 +50,8 @@ def input_point(site: Site) -> CapturePoint:
 
 
 def _pre_activation(site: Site, symbol: str) -> tuple[CapturePoint, ...]:
-    tap, others = (site.projections.gate, site.also[0]) if symbol == "a" else (site.projections.up, site.also[1])
+    tap, others = (
+        (site.projections.gate, site.bridge_points[0]) if symbol == "a" else (site.projections.up, site.bridge_points[1])
+    )
     own = CapturePoint(tap.module, lambda args, kwargs, output: tap.of(output).clone() if site.in_place else tap.of(output))
     return (own, *(CapturePoint(other, lambda args, kwargs, output: output) for other in others))

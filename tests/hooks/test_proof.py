@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from analysis.errors import UserError
 from analysis.theory.conversions import absorbed_biases, extended
 from hooks.collect import analyze
-from hooks.loading.network import blocks_of, run_whole
+from hooks.loading.network import blocks_of, run_network
 from hooks.locating.expected import Expected, VerificationError
 from hooks.locating.expert_weights import fused_experts_of
 from hooks.locating.norm_gains import NOT_VERIFIED, NOTHING_AFTER, NOTHING_BEFORE
@@ -151,7 +151,7 @@ def seen_in(model: nn.Module, layer: int) -> Recording:
 
     with ExitStack() as stack, torch.no_grad():
         record(blocks_of(model, model.config.num_hidden_layers)[layer], keep, stack)
-        run_whole(model, TOKENS)
+        run_network(model, TOKENS)
     return found[0]
 
 
