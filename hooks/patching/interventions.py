@@ -125,7 +125,7 @@ def _hooked_experts(model: LoadedModel, mixture: Mixture, rewrite: Rewrite) -> I
     block = model.blocks(model.hf_model)[mixture.layer]
     yield block.register_forward_pre_hook(see_block, with_kwargs=True)
     if mixture.shared is not None:
-        yield mixture.reads.register_forward_pre_hook(see_input)
+        yield mixture.parent.register_forward_pre_hook(see_input)
     yield mixture.expert_weights.module.register_forward_hook(add, with_kwargs=True)
 
 
