@@ -163,7 +163,7 @@ def test_a_model_that_is_spread_is_read_like_one_in_memory(
     away = [name for name, weight in spread.hf_model.named_parameters() if weight.is_meta]
     assert any("layers.1.mlp" in name for name in away)
     if family == "llama":
-        with pytest.raises(UserError, match="weights of layer 1 are kept elsewhere"), acting(spread, {1: Exchange()}):
+        with pytest.raises(UserError, match="weights of layer 1 are offloaded"), acting(spread, {1: Exchange()}):
             pass
 
 
