@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from benchmarks.common import long_corpus, report
 from benchmarks.overhead import timed
-from hooks.loading.network import base_of, run_whole
+from hooks.loading.network import base_of, run_network
 from hooks.models import LoadedModel, load_model
 from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import read_through
@@ -65,7 +65,7 @@ def _measured(name: str, model: LoadedModel, tokens: int, turns: int) -> dict[st
     plain, whole = [], []
     for turn in range(turns + 1):
         whole_s = timed(lambda: read_through(model, corpus, accumulators, batch_size=8, quiet=True), model.device)
-        plain_s = timed(lambda: [run_whole(base_of(model.hf_model), batch) for batch in batches], model.device)
+        plain_s = timed(lambda: [run_network(base_of(model.hf_model), batch) for batch in batches], model.device)
         if turn:  # the first one warms up
             plain.append(plain_s)
             whole.append(whole_s)

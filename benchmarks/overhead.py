@@ -33,8 +33,9 @@ from analysis.memory import freed_memory_kept
 from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS
 from benchmarks.common import machine
 from hooks.loading.builtin import DEFAULT_MODEL
+from hooks.loading.prepare import resolve_device, resolve_dtype
 from hooks.loading.sources import load_files, locate
-from hooks.models import load_model, resolve_device, resolve_dtype
+from hooks.models import load_model
 from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import read_through
 

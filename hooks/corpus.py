@@ -1,16 +1,16 @@
-"""The text that is read: a sample of our own, a user's file, or a dataset, cut into windows of tokens.
+"""The text: the built-in sample, a user's file, or a dataset, cut into windows of tokens.
 
 A document is cut into consecutive windows of ``context`` tokens, each beginning with BOS where the model expects one. A
-window is one sequence: nothing is read across its edge. Windows are numbered over the whole corpus, and a shard K/N takes
-those with number ≡ K (mod N), so that shards can be analyzed apart and merged.
+window is one sequence, independent of the others. Windows are numbered over the whole corpus, and a shard K/N consists of
+those with number ≡ K (mod N), so that shards can be analysed separately and merged.
 
-The first ``skip_positions`` positions are fed but not counted, because a sequence's first token often carries a massive
-activation. So does every repetition of it that follows at once: attention over identical tokens returns what the first one
-returned, and the state at position 1 of "\\n\\n" equals that at position 0. Such a leading run is not counted either.
+The first ``skip_positions`` positions are fed but not counted, because the first token of a sequence often has a massive
+activation. So have immediate repetitions of it: attention over identical tokens returns the same as for the first one, and
+the state at position 1 of "\\n\\n" equals that at position 0. Such a leading run is not counted either.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -29,19 +29,19 @@ SAMPLE = "sample"
 DEFAULT_CONTEXT = 256
 _DOCUMENT_FIELD = "text"
 MIN_COUNTED = 16
-"""Fewer counted tokens than these are no measurement."""
+"""The least number of counted tokens."""
 _CHARACTERS_PER_TOKEN = 32
-"""More than any text has on average: of a long file, only so much is read as can be needed."""
+"""More than any text has on average; it bounds how much of a long file is read."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Windows ready to be read, and their provenance.
+    """Windows of tokens, and their provenance.
 
     Attributes:
         windows: those of this shard, in order.
-        n_windows: how many the whole corpus has, over all shards.
-        context: the longest window, BOS included.
+        n_windows: the number of windows in the whole corpus, over all shards.
+        context: tokens in the longest window, BOS included.
         skip_positions: leading positions of each window that are fed but not counted.
         description: an entry of the ``corpus`` part of a run's provenance.
     """
@@ -54,11 +54,11 @@ class Corpus:
 
     @property
     def window_keys(self) -> Int64[Tensor, " window"]:
-        """A number for each window of this shard, made from its place and its tokens: equal only for the same window."""
+        """A hash for each window of this shard, of its number and tokens: equal only for the same window."""
         return torch.tensor([_key(window) for window in self.windows])
 
     def jackknife_block_of(self, window: Window) -> int:
-        """The jackknife block of a window: consecutive windows of the whole corpus share one, whatever the shard."""
+        """The jackknife block of a window: consecutive windows of the whole corpus share one, also across shards."""
         return window.index * N_JACKKNIFE_BLOCKS // self.n_windows
 
     @property
@@ -82,7 +82,7 @@ def load_corpus(
     max_tokens: int | None = None,
     shard: str = "0/1",
 ) -> Corpus:
-    """Read, encode and cut a text.
+    """Read a text, encode it, and cut it into windows.
 
     Args:
         source: ``sample``, a UTF-8 text file, or a dataset: name[:configuration][:split], its documents in column ``text``.
@@ -94,46 +94,61 @@ def load_corpus(
         shard: K/N, with 0 ≤ K < N.
 
     Raises:
-        UserError: the source is not there, is not text, or gives no counted token.
+        UserError: the source does not exist, is not text, or has too few counted tokens.
     """
     k, n = check_windows(context, skip_positions, shard)
-    room = context - (bos is not None)
+    documents = _documents(source, None if max_tokens is None else max_tokens * _CHARACTERS_PER_TOKEN)
+    windows, text_sha256, truncated = _cut(documents, tokenizer, bos, context, skip_positions, max_tokens)
+    counted = sum(window.n_counted for window in windows)
+    if counted < MIN_COUNTED:
+        raise UserError(f"{source} is too short, it has {counted} tokens to count: at least {MIN_COUNTED} are needed")
+    of_shard = tuple(window for window in windows if window.index % n == k)
+    if not of_shard:
+        raise UserError(f"shard {shard} is empty, the corpus has {len(windows)} windows: use fewer shards")
+    description = {
+        "name": source if source == SAMPLE else Path(source).name,
+        "text_sha256": text_sha256,
+        "windows_sha256": _fingerprint(windows),
+        "n_windows": len(windows),
+        "shard": shard,
+        "tokens_fed": sum(len(window.tokens) for window in of_shard),
+        "tokens_counted": sum(window.n_counted for window in of_shard),
+        "cut_at_max_tokens": truncated,
+    }
+    return Corpus(of_shard, len(windows), context, skip_positions, description)
+
+
+def _cut(
+    documents: Iterable[str],
+    tokenizer: PreTrainedTokenizerBase,
+    bos: int | None,
+    context: int,
+    skip_positions: int,
+    max_tokens: int | None,
+) -> tuple[list[Window], str, bool]:
+    """The windows of all documents, the SHA-256 of the text, and whether it was truncated at ``max_tokens``."""
+    prefix = [] if bos is None else [bos]
+    length = context - len(prefix)
     windows: list[Window] = []
-    text_digest, fed, truncated = hashlib.sha256(), 0, False
-    for document in _documents(source, None if max_tokens is None else max_tokens * _CHARACTERS_PER_TOKEN):
+    digest, fed, truncated = hashlib.sha256(), 0, False
+    for document in documents:
         if truncated := max_tokens is not None and fed >= max_tokens:
             break
-        text_digest.update(document.encode())
+        digest.update(document.encode())
         ids = tokenizer(document, add_special_tokens=False, verbose=False).input_ids
-        for start in range(0, len(ids), room):
+        for start in range(0, len(ids), length):
             if truncated := max_tokens is not None and fed >= max_tokens:
                 break
-            tokens = torch.tensor([*([] if bos is None else [bos]), *ids[start : start + room]])
+            tokens = torch.tensor([*prefix, *ids[start : start + length]])
             window = Window(len(windows), tokens, _first_counted(tokens, skip_positions))
             if window.n_counted > 0:
                 windows.append(window)
                 fed += len(tokens)
-    counted = sum(window.n_counted for window in windows)
-    if counted < MIN_COUNTED:
-        raise UserError(f"{source} is too short, it has {counted} tokens to count: at least {MIN_COUNTED} are needed")
-    mine = tuple(window for window in windows if window.index % n == k)
-    if not mine:
-        raise UserError(f"shard {shard} is empty, the corpus has {len(windows)} windows: use fewer shards")
-    description = {
-        "name": source if source == SAMPLE else Path(source).name,
-        "text_sha256": text_digest.hexdigest(),
-        "windows_sha256": _fingerprint(windows),
-        "n_windows": len(windows),
-        "shard": shard,
-        "tokens_fed": sum(len(window.tokens) for window in mine),
-        "tokens_counted": sum(window.n_counted for window in mine),
-        "cut_at_max_tokens": truncated,
-    }
-    return Corpus(mine, len(windows), context, skip_positions, description)
+    return windows, digest.hexdigest(), truncated
 
 
 def _first_counted(tokens: Int64[Tensor, " pos"], skip_positions: int) -> int:
-    """Where counting begins: after the skipped positions, and after the repetitions of the first token that follow them."""
+    """The first counted position: after the skipped ones, and after a leading run of identical tokens."""
     if skip_positions == 0:
         return 0
     differs = (tokens != tokens[0]).nonzero()
@@ -160,9 +175,9 @@ def _read_file(path: Path, characters: int | None) -> str:
     except OSError as error:
         raise UserError(f"cannot read {path} ({error.strerror})") from error
     if "\0" in text:
-        raise UserError(f"{path} holds NUL bytes, so it is no text: give another --corpus")
+        raise UserError(f"{path} holds NUL bytes, so it is not text: give another --corpus")
     if not text.strip():
-        raise UserError(f"{path} is empty: give a text to read")
+        raise UserError(f"{path} is empty: give another --corpus")
     return text
 
 
@@ -180,18 +195,22 @@ def _dataset(source: str) -> Iterator[str]:
                 yield row[_DOCUMENT_FIELD]
     except UserError:
         raise
-    except Exception as error:  # the library and the network raise many kinds; none is a bug of ours
+    except Exception as error:  # of many kinds, from the library or the network
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{source} is neither a text file nor a dataset that can be read ({reason})") from error
 
 
 def sample_text() -> str:
-    """The text written for this project: many registers, code, arithmetic, lists, and three other languages."""
+    """The built-in text: many registers, code, arithmetic, lists, and three other languages."""
     return files("hooks").joinpath("sample.txt").read_text(encoding="utf-8")
 
 
 def check_windows(context: int, skip_positions: int, shard: str) -> tuple[int, int]:
-    """K and N of a shard K/N, once it is clear that windows of this length leave something to count."""
+    """K and N of a shard K/N.
+
+    Raises:
+        UserError: windows of this length leave no token to count, or the shard is not of this form.
+    """
     if context <= skip_positions + 1:
         raise UserError(f"a context of {context} leaves no token after the {skip_positions} skipped: raise --context")
     return _parse_shard(shard)
@@ -201,7 +220,7 @@ def _parse_shard(shard: str) -> tuple[int, int]:
     try:
         k, n = map(int, shard.split("/"))
     except ValueError as error:
-        raise UserError(f"shard {shard!r} is not of the form K/N, like 0/4") from error
+        raise UserError(f"shard {shard!r} is not of the form K/N: write it like 0/4") from error
     if not 0 <= k < n:
         raise UserError(f"shard {shard!r} is out of range: K/N needs 0 ≤ K < N")
     return k, n

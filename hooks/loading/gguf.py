@@ -1,7 +1,7 @@
 """GGUF files: weights that llama.cpp quantized, dequantized on loading.
 
-transformers builds the model, and is silent about what it leaves out of a file. Here the file is read once more, and a
-model is given back only if every number of the file went into it, and if it is of the form that the metadata state.
+transformers builds the model, but ignores parts of some files without a warning. So the file is read a second time, and the
+model is refused unless it uses every number of the file and agrees with the file's metadata.
 """
 
 import math
@@ -30,34 +30,38 @@ REMEDY = "use the model's safetensors"
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds, without its weights.
+    """What a file contains, apart from its weights.
 
     Attributes:
-        facts: the metadata that are single values, by key.
-        kinds: how each tensor is stored, by name.
+        metadata: the metadata that are single values, by key.
+        types: how each tensor is stored, by name.
         sizes: the number of values of each tensor.
-        rope_factors: what the frequencies of rotary positions are divided by, None where the file does not say.
+        rope_factors: divisors of the rotary frequencies, None if the file has none.
     """
 
-    facts: dict[str, Any]
-    kinds: dict[str, GGMLQuantizationType]
+    metadata: dict[str, Any]
+    types: dict[str, GGMLQuantizationType]
     sizes: dict[str, int]
     rope_factors: Tensor | None
 
     @property
     def architecture(self) -> str:
-        return str(self.facts.get("general.architecture", "an unnamed architecture"))
+        return str(self.metadata.get("general.architecture", "an unnamed architecture"))
 
-    def fact(self, key: str) -> Any:
-        """A value that belongs to the architecture, as ``block_count``; None if the file does not state it."""
-        return self.facts.get(f"{self.architecture}.{key}")
+    def value(self, key: str) -> Any:
+        """An architecture-specific value, such as ``block_count``; None if the file does not state it."""
+        return self.metadata.get(f"{self.architecture}.{key}")
 
 
 def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, in float32, and the tokenizer; UserError if the file is not a whole GGUF file of a known architecture."""
+    """The model in float32, and its tokenizer.
+
+    Raises:
+        UserError: the file is not a complete GGUF file, or the model that transformers makes of it differs from it.
+    """
     contents = contents_of(path)
     folder, options = path.parent, {"gguf_file": path.name, "local_files_only": True, "trust_remote_code": False}
-    with _reading(path), redirect_stderr(StringIO()):  # its progress bar heeds no setting
+    with _reading(path), redirect_stderr(StringIO()):  # its progress bar cannot be switched off
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, **options, **_unpacked()
         )
@@ -68,7 +72,7 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             f"transformers {transformers.__version__} cannot read this {contents.architecture}; {REMEDY}"
         )
     _check_all_is_used(path, model, contents)
-    _check_facts(path, model.config, contents)
+    _check_metadata(path, model.config, contents)
     if contents.rope_factors is not None:
         _divide_frequencies(path, model, contents.rope_factors)
     _forget_quantization(model)
@@ -76,47 +80,47 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def gguf_format(path: Path) -> str:
-    """How the weights are stored, by tensor count, as in ``GGUF Q4_K×87 Q6_K×13 F32×109, dequantized to float32``."""
-    kinds = Counter(kind.name for kind in contents_of(path).kinds.values())
+    """How many tensors are stored in which type, such as ``GGUF Q4_K×87 Q6_K×13 F32×109, dequantized to float32``."""
+    kinds = Counter(kind.name for kind in contents_of(path).types.values())
     return "GGUF " + " ".join(f"{kind}×{count}" for kind, count in kinds.most_common()) + ", dequantized to float32"
 
 
 def contents_of(path: Path) -> Contents:
-    """What the file holds; UserError if it is not one whole model whose numbers can be read."""
+    """What the file contains; UserError if it is not one complete model in types that can be dequantized."""
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise UserError(f"{path} does not begin with GGUF: give a .gguf file, or a directory with safetensors")
     state = path.stat()
     contents = _contents(path, state.st_size, state.st_mtime_ns)
-    if (parts := int(contents.facts.get("split.count", 1))) > 1:
-        part = int(contents.facts.get("split.no", 0)) + 1
+    if (parts := int(contents.metadata.get("split.count", 1))) > 1:
+        part = int(contents.metadata.get("split.no", 0)) + 1
         raise UserError(f"{path} is part {part} of {parts}: join them with 'llama-gguf-split --merge FIRST_PART WHOLE'")
-    for name, kind in contents.kinds.items():
+    for name, kind in contents.types.items():
         if not can_dequantize(kind):
-            raise UserError(f"{path} holds {kind.name} numbers ({name}), which gguf cannot dequantize: {REMEDY}")
+            raise UserError(f"{path} contains {kind.name} values ({name}), which gguf cannot dequantize: {REMEDY}")
     return contents
 
 
 @lru_cache(maxsize=2)
 def _contents(path: Path, size: int, changed: int) -> Contents:
-    """Kept while the file is the same one, for a large vocabulary takes seconds to walk through."""
+    """Cached by the file's size and time of change, because a large vocabulary takes seconds to read."""
     with _reading(path):
         reader = GGUFReader(path)
-        facts = {
+        metadata = {
             key: field.contents()
             for key, field in reader.fields.items()
             if field.types and field.types[0] != GGUFValueType.ARRAY
         }
-        kinds = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
+        types = {tensor.name: tensor.tensor_type for tensor in reader.tensors}
         sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
         factors = next((tensor for tensor in reader.tensors if tensor.name == ROPE_FACTORS), None)
         values = None if factors is None else torch.from_numpy(dequantize(factors.data, factors.tensor_type).copy())
-    return Contents(facts, kinds, sizes, values)
+    return Contents(metadata, types, sizes, values)
 
 
 @cache
 def can_dequantize(kind: GGMLQuantizationType) -> bool:
-    """Whether the installed gguf can, tried on one block."""
+    """Whether the installed gguf can dequantize this type, tried on one block."""
     try:
         dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], dtype=np.uint8), kind)
     except NotImplementedError:
@@ -125,24 +129,24 @@ def can_dequantize(kind: GGMLQuantizationType) -> bool:
 
 
 def _unpacked() -> dict[str, Any]:
-    """Newer versions of transformers can keep the blocks of a file as they are, and do if the kernels are installed."""
+    """Options that make newer versions of transformers dequantize, which otherwise keep the blocks if kernels are there."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns what a reader raises on a file that it cannot use into one line for the user."""
+    """Turns the exceptions of a reader on an unusable file into one line for the user."""
     try:
         yield
-    except Exception as error:  # the readers raise many kinds; each means that this file does not make a model
+    except Exception as error:  # the readers raise many kinds; each means that the file is unusable
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         remedy = REMEDY if "support" in reason else f"is it truncated, or of a new architecture? If so, {REMEDY}"
         raise UserError(f"cannot read {path} ({reason}): {remedy}") from error
 
 
 def _check_all_is_used(path: Path, model: PreTrainedModel, contents: Contents) -> None:
-    """As many values in the model as in the file, blocks beyond the last layer (for several tokens at once) set aside."""
+    """UserError unless the model has as many values as the file, without its blocks for multi-token prediction."""
     layers = model.config.get_text_config().num_hidden_layers
     extra = {name for name in contents.sizes if name.startswith("blk.") and int(name.split(".")[1]) >= layers}
     stored = sum(size for name, size in contents.sizes.items() if name not in extra | {ROPE_FACTORS})
@@ -150,12 +154,12 @@ def _check_all_is_used(path: Path, model: PreTrainedModel, contents: Contents) -
     if stored != (used := sum(unique.values())):
         raise UserError(
             f"{path} has {stored} weights, but the {type(model).__name__} that transformers {transformers.__version__} "
-            f"makes of it has {used}: {REMEDY}"
+            f"loads from it has {used}: {REMEDY}"
         )
 
 
 def _rope(config: PreTrainedConfig, key: str, default: Any = None) -> Any:
-    """A parameter of rotary positions, of the layers with full attention where layers differ."""
+    """A parameter of the rotary positions; where layers differ, that of the layers with full attention."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("full_attention", parameters).get(key, default)
 
@@ -169,7 +173,7 @@ def _any_of(*names: str) -> Callable[[PreTrainedConfig], Any]:
 
 
 _EPSILON = _any_of("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
-_FACTS: dict[str, Callable[[PreTrainedConfig], Any]] = {
+_CONFIG_VALUES: dict[str, Callable[[PreTrainedConfig], Any]] = {
     "block_count": _any_of("num_hidden_layers"),
     "attention.layer_norm_rms_epsilon": _EPSILON,
     "attention.layer_norm_epsilon": _EPSILON,
@@ -183,31 +187,33 @@ _FACTS: dict[str, Callable[[PreTrainedConfig], Any]] = {
     "rope.scaling.factor": lambda config: _rope(config, "factor", 1),
 }
 _BY_SIZE = {("gemma2", 46): "query_pre_attn_scalar", ("gemma3", 62): "query_pre_attn_scalar"}
-"""What llama.cpp knows from a model's size alone (of the 27B models: d_model / heads), and the file does not say."""
+"""Parameters that files do not state and llama.cpp infers from the number of blocks: in the 27B models d_model / heads."""
 
 
-def _check_facts(path: Path, config: PreTrainedConfig, contents: Contents) -> None:
-    """The model has what the metadata state, where a model can have it otherwise."""
+def _check_metadata(path: Path, config: PreTrainedConfig, contents: Contents) -> None:
+    """UserError unless the model's configuration has the values that the metadata state."""
     text = config.get_text_config()
-    nextn = contents.fact("nextn_predict_layers") or 0
-    for key, of_config in _FACTS.items():
-        stated, has = contents.fact(key), of_config(text)
-        if stated is None or has is None or (key == "attention.key_length" and hasattr(text, "global_head_dim")):
+    nextn = contents.value("nextn_predict_layers") or 0
+    for key, of_config in _CONFIG_VALUES.items():
+        stated, read = contents.value(key), of_config(text)
+        if stated is None or read is None or (key == "attention.key_length" and hasattr(text, "global_head_dim")):
             continue
         if key == "block_count":
             stated -= nextn
-        if not math.isclose(stated, has, rel_tol=1e-5):
-            raise UserError(f"{path} states {key} = {stated:g}, but transformers reads it as {has:g}: {REMEDY}")
-    scalar = _BY_SIZE.get((contents.architecture, int(contents.fact("block_count") or 0)))
+        if not math.isclose(stated, read, rel_tol=1e-5):
+            raise UserError(f"{path} states {key} = {stated:g}, but transformers reads it as {read:g}: {REMEDY}")
+    scalar = _BY_SIZE.get((contents.architecture, int(contents.value("block_count") or 0)))
     if scalar and getattr(text, scalar) != (value := text.hidden_size / text.num_attention_heads):
         raise UserError(f"{path} needs {scalar} = {value:g}, but transformers reads {getattr(text, scalar)}: {REMEDY}")
 
 
 def _divide_frequencies(path: Path, model: PreTrainedModel, factors: Tensor) -> None:
-    """Llama 3's scaling of rotary positions, which a file holds as one factor a frequency."""
+    """Apply Llama 3's scaling of rotary positions, which a file stores as one factor per frequency."""
     rotary = [module for module in model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)]
     if not rotary or any(module.inv_freq.shape != factors.shape for module in rotary):
-        raise UserError(f"{path} has {factors.numel()} {ROPE_FACTORS} for no such rotary positions: {REMEDY}")
+        raise UserError(
+            f"{path} has {factors.numel()} {ROPE_FACTORS}, but the model has other rotary frequencies: {REMEDY}"
+        )
     for module in rotary:
         for name in ("inv_freq", "original_inv_freq"):
             if isinstance(frequencies := getattr(module, name, None), Tensor):
@@ -215,7 +221,7 @@ def _divide_frequencies(path: Path, model: PreTrainedModel, factors: Tensor) -> 
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:
-    """The weights are plain floats now; without this the model refuses to be saved."""
+    """Remove the traces of quantization, with which ``save_pretrained`` refuses the now dequantized model."""
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):

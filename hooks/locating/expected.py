@@ -1,4 +1,4 @@
-"""What is known before a layer is proved: what the configuration says, and which modules belong to several layers."""
+"""What is known before a layer is verified: the configuration, and which modules belong to several layers."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function", "
 
 
 class NotASiteError(Exception):
-    """Why a layer is not analysed."""
+    """The reason why a layer is not analysed."""
 
 
 class VerificationError(Exception):
-    """Why a candidate failed, and by how much."""
+    """The reason why a candidate failed, and its relative error, infinite if there is none."""
 
     def __init__(self, reason: str, error: float = float("inf")) -> None:
         super().__init__(reason)
@@ -25,12 +25,12 @@ class VerificationError(Exception):
 
 @dataclass(frozen=True)
 class Expected:
-    """What may be expected of the layers of a model.
+    """What is known of a model's layers before they run.
 
     Attributes:
-        config: of the model, which may name the activation and its parameters.
-        constants: numbers of the configuration that may be multipliers.
-        uses: in how many blocks each module is.
+        config: of the model; it may name the activation and its parameters.
+        constants: positive numbers in the configuration, by name, which may be multipliers.
+        uses: the number of blocks that contain each module.
     """
 
     config: Any
@@ -43,12 +43,12 @@ class Expected:
         return cls(config, _constants(config), Counter(module for block in blocks for module in set(block.modules())))
 
     def units(self, layer: int, module: nn.Module) -> list[Unit]:
-        """What g of a module may be, the likeliest first.
+        """The units that a module may have, the most likely first.
 
-        Its own parameters count, then those of the configuration, which may speak of other modules: a clamp that nothing
-        reaches on the probe would be taken for proved.
+        Parameters such as a clamp are taken from the module itself, then from the configuration, whose parameters may be
+        meant for other modules: a clamp that does not act on the probe cannot be verified on it.
         """
-        found: dict[str, Unit] = {}
+        units: dict[str, Unit] = {}
         for holder in (module, self.config):
             parameters: dict[str, float | None] = {}
             for key in PARAMETERS:
@@ -56,13 +56,13 @@ class Expected:
                 value = value[layer] if isinstance(value, list | tuple) and layer < len(value) else value
                 parameters[key] = value if isinstance(value, float | int) else None
             for unit in candidate_units(configured_activations(self.config), parameters):
-                found.setdefault(unit.name, unit)
-        return list(found.values())
+                units.setdefault(unit.name, unit)
+        return list(units.values())
 
-    def are_own(self, *modules: nn.Module) -> None:
-        """Fails for modules of several layers: what is captured at them in a pass is of all these layers."""
+    def require_unshared(self, *modules: nn.Module) -> None:
+        """VerificationError for modules of several layers: what they compute in one pass mixes all these layers."""
         if any(self.uses[module] > 1 for module in modules):
-            raise VerificationError("its projections belong to another layer too", 0.0)
+            raise VerificationError("its projections also belong to another layer", 0.0)
 
 
 def configured_activations(config: Any) -> list[str]:
@@ -73,7 +73,9 @@ def configured_activations(config: Any) -> list[str]:
 
 def _constants(config: Any) -> dict[str, float]:
     """The numbers of a configuration that may be multipliers."""
-    numbers = {name: value for name, value in config.to_dict().items() if isinstance(value, float)}
-    pairs = {name: value for name, value in config.to_dict().items() if isinstance(value, list)}
-    listed = {f"{name}[{i}]": one for name, value in pairs.items() for i, one in enumerate(value) if isinstance(one, float)}
-    return {name: value for name, value in (numbers | listed).items() if value > 0}
+    floats = {name: value for name, value in config.to_dict().items() if isinstance(value, float)}
+    lists = {name: value for name, value in config.to_dict().items() if isinstance(value, list)}
+    items = {
+        f"{name}[{i}]": item for name, value in lists.items() for i, item in enumerate(value) if isinstance(item, float)
+    }
+    return {name: value for name, value in (floats | items).items() if value > 0}

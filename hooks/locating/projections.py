@@ -1,8 +1,8 @@
-"""Taps: where in a block of a model gated units may be, found by the shapes of its weights.
+"""Candidates for the gate, up and down projections of a block, found by the shapes of its linear modules.
 
-Nothing here relies on what a family calls its parts. Two projections d_model → d_mlp, or one that holds both, beside one
-d_mlp → d_model may be a gated MLP. Each way in which the parts may be meant is a candidate; ``hooks.locating.verify_dense``
-proves one of them on what the model computes, or none. Experts are in ``hooks.locating.expert_weights``.
+Names of modules are not used. Two projections d_model → d_mlp, or one that contains both, and one d_mlp → d_model in the
+same module may be a gated MLP. Each assignment of gate and up is a candidate; ``hooks.locating.verify_dense`` checks
+which of them the model computes, if any. Experts are in ``hooks.locating.expert_weights``.
 """
 
 from abc import ABC, abstractmethod
@@ -20,18 +20,18 @@ Rows = Float[Tensor, "d_mlp d_model"]
 
 @dataclass(frozen=True)
 class Projection:
-    """Some outputs of a linear module: all of them, or those of one of two projections that it holds.
+    """A linear module, or one of the two projections that it contains.
 
     Attributes:
         module: the module.
-        rows: which of its outputs, which are rows of its weight.
+        rows: the outputs that belong to the projection, which are rows of the weight.
     """
 
     module: nn.Linear
     rows: slice = field(default_factory=lambda: slice(None))
 
     def of(self, output: Float[Tensor, "*place out"]) -> Float[Tensor, "*place d_mlp"]:
-        """Of what the module gave, the part that is meant; a view."""
+        """The projection's part of the module's output; a view."""
         return output[..., self.rows]
 
     @property
@@ -48,17 +48,17 @@ class Projection:
 
 
 class Weights(ABC):
-    """The weights of a gated MLP as the model holds them: views of its own, or copies of what it keeps elsewhere."""
+    """The weights of a gated MLP: views of the model's own, or copies of those that are offloaded."""
 
     @property
     @abstractmethod
     def matrices(self) -> tuple[Rows, Rows, Rows]:
-        """q, k and v, one row a neuron."""
+        """q, k and v, one row per neuron."""
 
     @property
     @abstractmethod
     def biases(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of a, b and y, None where there are none."""
+        """The biases of a [d_mlp], b [d_mlp] and y [d_model], None where there are none."""
 
     @property
     @abstractmethod
@@ -68,20 +68,20 @@ class Weights(ABC):
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """A module that holds some of them, and computes where they are used."""
+        """A module that contains some of them, on the device where they are used."""
 
 
 @dataclass(frozen=True)
 class Candidate(Weights):
-    """One way in which the projections of a module may be those of a gated MLP.
+    """Three projections that may be those of a gated MLP.
 
     Attributes:
-        where: the module's name in its block.
-        gate, up: what may give a and b.
-        down: what may read h.
+        path: name of their parent module in its block.
+        gate, up: the projections that may compute a and b.
+        down: the projection that may read h.
     """
 
-    where: str
+    path: str
     gate: Projection
     up: Projection
     down: nn.Linear
@@ -104,22 +104,22 @@ class Candidate(Weights):
 
 
 def candidates_of(block: nn.Module) -> Iterator[Candidate]:
-    """Every candidate in a block, those first in which the gate comes before the up."""
-    for where, parent in block.named_modules():
+    """Every candidate in a block; of the two orders of a pair, gate before up comes first."""
+    for path, parent in block.named_modules():
         linear = [child for child in parent.children() if isinstance(child, nn.Linear)]
         for down in linear:
             readers = [one for one in linear if one is not down and one.in_features == down.out_features]
-            whole = [Projection(one) for one in readers if one.out_features == down.in_features]
-            for gate, up in permutations(whole, 2):
-                yield Candidate(where, gate, up, down)
+            separate = [Projection(one) for one in readers if one.out_features == down.in_features]
+            for gate, up in permutations(separate, 2):
+                yield Candidate(path, gate, up, down)
             for one in readers:
                 if one.out_features == 2 * down.in_features:
-                    for gate_rows, up_rows in halves(down.in_features):
-                        yield Candidate(where, Projection(one, gate_rows), Projection(one, up_rows), down)
+                    for gate_rows, up_rows in gate_up_slices(down.in_features):
+                        yield Candidate(path, Projection(one, gate_rows), Projection(one, up_rows), down)
 
 
-def halves(d_mlp: int) -> Iterator[tuple[slice, slice]]:
-    """The ways in which two projections may share one: gate and up one after the other, or row by row."""
+def gate_up_slices(d_mlp: int) -> Iterator[tuple[slice, slice]]:
+    """The rows of gate and up in a projection 2·d_mlp wide that contains both: two halves, or alternating rows."""
     first, second = slice(0, d_mlp), slice(d_mlp, 2 * d_mlp)
     even, odd = slice(0, None, 2), slice(1, None, 2)
     yield from ((first, second), (second, first), (even, odd), (odd, even))

@@ -1,13 +1,13 @@
-"""Sites: where in a model each gated unit is read.
+"""Sites: the gated MLPs of a model, and the modules at which they are captured.
 
-A site is a candidate that has been proved (``hooks.locating.verify``): for each token that reaches it
+A site is a candidate that has been verified (``hooks.locating.verify``): for each token that reaches it
 
-    a = x qᵀ (+ bias)     what its gate gives
-    b = x kᵀ (+ bias)     what its up gives
-    h = g(a, b)           what its down projection is given
-    y = h v (+ bias)      what its down projection gives
+    a = x qᵀ (+ bias)     output of the gate projection
+    b = x kᵀ (+ bias)     output of the up projection
+    h = g(a, b)           input of the down projection
+    y = h v (+ bias)      output of the down projection
 
-A mixture of experts is a layer of many sites, each of which some tokens reach.
+A mixture of experts is a layer of many sites, each reached by some of the tokens.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from analysis.theory.gated import GatedMLP
 from analysis.units.registry import Unit
 from analysis.weights.experts import SHARED
-from hooks.loading.devices import place_of
+from hooks.loading.devices import device_of
 from hooks.locating.expert_weights import FusedExperts
 from hooks.locating.projections import Candidate, Weights
 
@@ -29,24 +29,23 @@ Points = tuple[nn.Module, ...]
 
 @dataclass(frozen=True)
 class Site:
-    """Gated units that read one x: a layer's MLP, or an expert of it.
+    """The gated units that read the same x: a layer's MLP, or one of its experts.
 
     Attributes:
-        layer: index of the block.
+        layer: index of the transformer block.
         unit: g.
-        weights: of the MLP, and the modules that hold them.
-        gain: gain of the norm whose output the MLP reads, ones where there is none.
+        weights: q, k, v and the biases, and the modules that contain them.
+        gain: gain of the norm whose output the MLP reads, ones if there is none.
         gain_source: which norm that is, in words.
-        value_gain: what is applied to the output before it reaches the residual stream, one factor a component.
-        value_gain_source: the same in words.
+        value_gain: factor of each component of y before it is added to the residual stream.
+        value_gain_source: where this factor comes from, in words.
         identity_error: relative error of h = g(a, b) on the probe.
         output_error: relative error of the MLP's output computed from q, k, v.
         expert: its number in a mixture of experts, ``SHARED`` for a shared one, None in a dense layer.
-        token_gate: for a shared expert, what gives the logit of its weight for each token.
-        hook_names: the names of x, a, b, h and y among the hooks of TransformerLens, where these see the same.
-        also: modules that give a and b as well, in a network whose own projections are others.
-        in_place: whether the model changes what its projections gave, so that a and b must be copied when they are
-        captured.
+        token_gate: of a shared expert with a weight for each token, the module that gives the weight's logit.
+        hook_names: TransformerLens's hook names of x, a, b, h and y, empty if its hooks do not carry the same.
+        bridge_points: TransformerLens hook points of a and b, where its pass calls other modules than the model's own.
+        in_place: whether the model overwrites the outputs of its projections, so that a and b must be copied on capture.
     """
 
     layer: int
@@ -61,12 +60,12 @@ class Site:
     expert: int | None = None
     token_gate: nn.Linear | None = None
     hook_names: dict[str, str] = field(default_factory=dict)
-    also: tuple[Points, Points] = ((), ())
+    bridge_points: tuple[Points, Points] = ((), ())
     in_place: bool = False
 
     @property
     def q(self) -> Float[Tensor, "d_mlp d_model"]:
-        """Queries, one row a neuron, as the model holds them: a view, not a copy, of weights in memory."""
+        """Queries, one row per neuron: a view of the model's weights if these are in memory, without norm gains."""
         return self.weights.matrices[0]
 
     @property
@@ -89,18 +88,18 @@ class Site:
 
     @property
     def device(self) -> torch.device:
-        """Where its layer computes."""
-        return place_of(self.weights.module)
+        """The device on which its layer computes."""
+        return device_of(self.weights.module)
 
     def gated_mlp(self) -> GatedMLP:
-        """The MLP as a form of the family, on x after its norm, with the model's own weights."""
+        """The MLP as a ``GatedMLP`` that maps x, after the norm, to y; it shares the model's weights."""
         return GatedMLP(self.unit, *self.weights.matrices, *self.weights.biases)
 
     @property
     def projections(self) -> Candidate:
-        """The modules that it is read at."""
+        """The modules at which it is captured; ValueError for a routed expert, which has none."""
         if not isinstance(self.weights, Candidate):
-            raise ValueError(f"expert {self.expert} of layer {self.layer} has no modules of its own")
+            raise ValueError(f"expert {self.expert} of layer {self.layer} has no projection modules of its own")
         return self.weights
 
     @property
@@ -122,19 +121,19 @@ class Site:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A layer of experts: each token is sent to some of them, and what they give is added up with its weights.
+    """A layer of experts: each token is routed to some of them, whose outputs are summed with its routing weights.
 
     Attributes:
-        layer: index of the block.
-        sites: the experts in order; a shared one, which sees every token, comes last.
-        expert_weights: where they are in the model.
-        reads: the module around them, which is given what a shared expert reads.
+        layer: index of the transformer block.
+        sites: the experts in order; a shared expert, which every token reaches, comes last.
+        expert_weights: the fused weights of the routed experts, and their module.
+        parent: the module that contains them; its input is that of a shared expert.
     """
 
     layer: int
     sites: tuple[Site, ...]
     expert_weights: FusedExperts
-    reads: nn.Module
+    parent: nn.Module
 
     @property
     def shared(self) -> Site | None:
@@ -143,14 +142,14 @@ class Mixture:
 
     @property
     def routed(self) -> tuple[Site, ...]:
-        """The experts that tokens are sent to."""
+        """The experts that the router chooses from."""
         return tuple(site for site in self.sites if site.expert != SHARED)
 
     @property
     def columns(self) -> tuple[slice, ...]:
-        """Of every site the columns of its neurons among those of the layer."""
-        ends = list(accumulate((site.n_neurons for site in self.sites), initial=0))
-        return tuple(slice(first, last) for first, last in pairwise(ends))
+        """For every site, the columns of its neurons in a table of all neurons of the layer."""
+        bounds = list(accumulate((site.n_neurons for site in self.sites), initial=0))
+        return tuple(slice(first, last) for first, last in pairwise(bounds))
 
     @property
     def unit(self) -> Unit:
@@ -171,16 +170,16 @@ class Mixture:
 
 @dataclass(frozen=True)
 class LocatedLayers:
-    """What a model has to be read.
+    """The layers of a model.
 
     Attributes:
-        sites: dense layers that proved themselves, by index.
-        mixtures: layers of experts that did.
-        skipped: for every other layer the reason why not.
-        in_tuples: blocks that give the residual stream in a tuple.
+        sites: verified dense layers, by index.
+        mixtures: verified layers of experts, by index.
+        skipped: for every other layer, the reason.
+        returns_tuple: the blocks whose output is a tuple with the residual stream first.
     """
 
     sites: dict[int, Site] = field(default_factory=dict)
     mixtures: dict[int, Mixture] = field(default_factory=dict)
     skipped: dict[int, str] = field(default_factory=dict)
-    in_tuples: frozenset[int] = frozenset()
+    returns_tuple: frozenset[int] = frozenset()

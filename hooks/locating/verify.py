@@ -1,8 +1,8 @@
-"""Which layers of a model can be read: each is proved on a short probe, before anything is measured.
+"""Which layers of a model can be analysed: each is verified on a short probe before anything is measured.
 
-``hooks.locating.projections`` and ``hooks.locating.expert_weights`` say which modules may be meant; names prove nothing.
-``hooks.locating.verify_dense`` and ``hooks.locating.verify_experts`` compare each candidate with what the model computes. A
-layer without a candidate that holds is no site; the reason is kept.
+``hooks.locating.projections`` and ``hooks.locating.expert_weights`` list the candidates by the shapes of weights; names are
+not used. ``hooks.locating.verify_dense`` and ``hooks.locating.verify_experts`` compare each candidate with what the model
+computes. A layer without a verified candidate is skipped, and the reason is kept.
 """
 
 from contextlib import ExitStack
@@ -13,66 +13,64 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hooks.loading.network import blocks_of, run_whole
+from hooks.loading.network import blocks_of, run_network
 from hooks.locating.expected import Expected, NotASiteError
-from hooks.locating.expert_weights import unread_expert_weights
+from hooks.locating.expert_weights import unmatched_expert_weights
 from hooks.locating.recording import Recording, record
 from hooks.locating.sites import LocatedLayers, Mixture, Site
 from hooks.locating.verify_dense import STATIC, verify_dense
 from hooks.locating.verify_experts import ExpertsVerifier, expert_candidates
 
-NOT_GATED = "its experts are no gated MLPs: they have no key to exchange with the query"
+NOT_GATED = "its experts are not gated MLPs: they have no key to exchange with the query"
 
 
 def find_sites(model: PreTrainedModel, probe: Int[Tensor, "batch pos"]) -> LocatedLayers:
-    """Every layer that proves itself on the probe, block by block as it is run, and why the others do not."""
+    """Every layer that is verified on the probe, block by block during one pass, and for the others the reason."""
     config = model.config.get_text_config()
     blocks = blocks_of(model, config.num_hidden_layers)
     expected = Expected.of(config, blocks)
-    proof = ExpertsVerifier(expected)
-    found: dict[int, Site | Mixture] = {}
+    experts_verifier = ExpertsVerifier(expected)
+    verified: dict[int, Site | Mixture] = {}
     skipped: dict[int, str] = {}
-    in_tuples = set()
+    returns_tuple = set()
 
-    def look(layer: int, recording: Recording) -> None:
-        if recording.in_tuple:
-            in_tuples.add(layer)
+    def verify(layer: int, recording: Recording) -> None:
+        if recording.returns_tuple:
+            returns_tuple.add(layer)
         try:
-            found[layer] = _in_block(expected, proof, layer, recording)
+            verified[layer] = _verify_block(expected, experts_verifier, layer, recording)
         except NotASiteError as reason:
             skipped[layer] = str(reason)
 
     with ExitStack() as stack, torch.no_grad():
         for layer, block in enumerate(blocks):
             if expected.uses[block] > 1:
-                skipped[layer] = "its block is that of another layer too, and runs more than once in a pass"
+                skipped[layer] = "its block is also that of another layer, and runs more than once in a pass"
             else:
-                record(block, partial(look, layer), stack)
-        run_whole(model, probe)
+                record(block, partial(verify, layer), stack)
+        run_network(model, probe)
     for layer in range(len(blocks)):
-        if layer not in found:
+        if layer not in verified:
             skipped.setdefault(layer, "it did not run on the probe")
-    sites = {layer: one for layer, one in sorted(found.items()) if isinstance(one, Site)}
-    mixtures = {layer: one for layer, one in sorted(found.items()) if isinstance(one, Mixture)}
-    return LocatedLayers(sites, mixtures, dict(sorted(skipped.items())), frozenset(in_tuples))
+    sites = {layer: site for layer, site in sorted(verified.items()) if isinstance(site, Site)}
+    mixtures = {layer: mixture for layer, mixture in sorted(verified.items()) if isinstance(mixture, Mixture)}
+    return LocatedLayers(sites, mixtures, dict(sorted(skipped.items())), frozenset(returns_tuple))
 
 
-def _in_block(expected: Expected, mixtures: ExpertsVerifier, layer: int, recording: Recording) -> Site | Mixture:
+def _verify_block(expected: Expected, mixtures: ExpertsVerifier, layer: int, recording: Recording) -> Site | Mixture:
     """The dense site or the mixture of a block; NotASiteError with the reason if it is neither."""
     dense, reason = verify_dense(expected, layer, recording)
-    every = expert_candidates(expected, recording)
-    if every:
-        return mixtures.verify(layer, recording, dense, every)
-    beside = {name.partition(".")[0] for name in unread_expert_weights(recording.block)}
-    if any(site.projections.where.partition(".")[0] in beside for site, _ in dense) or (beside and not dense):
-        raise NotASiteError(
-            NOT_GATED if reason == STATIC or not dense else "its experts are expert_weights of another shape"
-        )
+    candidates = expert_candidates(expected, recording)
+    if candidates:
+        return mixtures.verify(layer, recording, dense, candidates)
+    unmatched = {name.partition(".")[0] for name in unmatched_expert_weights(recording.block)}
+    if any(site.projections.path.partition(".")[0] in unmatched for site, _ in dense) or (unmatched and not dense):
+        raise NotASiteError(NOT_GATED if reason == STATIC or not dense else "its expert weights have another shape")
     if not dense:
         raise NotASiteError(reason)
     if len(dense) > 1:
-        raise NotASiteError(f"it has {len(dense)} gated MLPs side by side, of which none is an expert")
-    site, after = dense[0]
-    if after.by_token is not None:
-        raise NotASiteError("its output has a weight of its own for every token, as that of an expert has")
+        raise NotASiteError(f"it has {len(dense)} gated MLPs in parallel, none of which is an expert")
+    site, output_gain = dense[0]
+    if output_gain.token_weight is not None:
+        raise NotASiteError("its output has a separate weight for every token, like that of an expert")
     return site

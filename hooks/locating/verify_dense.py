@@ -1,7 +1,7 @@
-"""The proof that a layer is the gated MLP that it is taken for, made of linear modules.
+"""Verifies that a layer is a gated MLP made of linear modules.
 
-Gate and up must read the same x, the down projection must be given h = g(a, b) for a known g, and the output must follow
-from q, k and v. Of what is no such MLP, what it is instead is said.
+Gate and up must read the same x, the input of the down projection must be h = g(a, b) for a known g, and the output must
+follow from q, k and v. For any other layer the reason states what it is instead.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from analysis.theory.gated import GatedMLP
 from analysis.units.registry import Unit, nearest_unit
 from hooks.locating.expected import Expected, VerificationError
-from hooks.locating.norm_gains import OutputGain, gain_after, gain_before
+from hooks.locating.norm_gains import OutputGain, find_input_gain, find_output_gain
 from hooks.locating.projections import Candidate, candidates_of
 from hooks.locating.recording import Recording
 from hooks.locating.sites import Site
@@ -23,29 +23,30 @@ STATIC = "its MLP is a static key-value memory σ(xKᵀ)V, in which there is no 
 
 
 def verify_dense(expected: Expected, layer: int, recording: Recording) -> tuple[list[tuple[Site, OutputGain]], str]:
-    """Every gated MLP of a block that is made of linear modules, and of the candidate that came nearest why it failed."""
-    found: dict[nn.Module, tuple[Site, OutputGain]] = {}
+    """Every gated MLP of a block that is made of linear modules, and the reason why the best other candidate failed."""
+    verified: dict[nn.Module, tuple[Site, OutputGain]] = {}
     failures = []
     for candidate in candidates_of(recording.block):
-        if candidate.down in found:
+        if candidate.down in verified:
             continue
         try:
-            found[candidate.down] = verify_candidate(expected, layer, candidate, recording)
+            verified[candidate.down] = verify_candidate(expected, layer, candidate, recording)
         except VerificationError as failure:
             failures.append(failure)
     nearest = min(failures, default=None, key=lambda failure: failure.error)
-    described = _described(recording.block)
-    return list(found.values()), described if nearest is None or described == STATIC else str(nearest)
+    description = _describe(recording.block)
+    return list(verified.values()), description if nearest is None or description == STATIC else str(nearest)
 
 
 def verify_candidate(expected: Expected, layer: int, candidate: Candidate, recording: Recording) -> tuple[Site, OutputGain]:
-    expected.are_own(candidate.gate.module, candidate.up.module, candidate.down)
-    x, a, b, h, y = _read(candidate, recording)
-    unit, identity_error = identify(expected.units(layer, recording.module(candidate.where)), a, b, h, candidate.where)
+    """The site of a candidate, and its output gain; VerificationError if the model computes something else."""
+    expected.require_unshared(candidate.gate.module, candidate.up.module, candidate.down)
+    x, a, b, h, y = _activations(candidate, recording)
+    unit, identity_error = identify(expected.units(layer, recording.module(candidate.path)), a, b, h, candidate.path)
     form = GatedMLP(unit, *candidate.matrices, *candidate.biases)
     output_error = _verify_output(form, x, y)
-    gain, source = gain_before(x, recording.norms(x))
-    after = gain_after(
+    gain, source = find_input_gain(x, recording.norms(x))
+    output_gain = find_output_gain(
         recording.rerun,
         recording.block_output,
         candidate.down,
@@ -53,35 +54,52 @@ def verify_candidate(expected: Expected, layer: int, candidate: Candidate, recor
         recording.block,
         expected.constants,
     )
-    errors, in_place = (
-        (identity_error, output_error),
-        bool({candidate.gate.module, candidate.up.module} & recording.changed),
+    site = Site(
+        layer=layer,
+        unit=unit,
+        weights=candidate,
+        gain=gain,
+        gain_source=source,
+        value_gain=output_gain.gain,
+        value_gain_source=output_gain.source,
+        identity_error=identity_error,
+        output_error=output_error,
+        in_place=bool({candidate.gate.module, candidate.up.module} & recording.changed),
     )
-    return Site(layer, unit, candidate, gain, source, after.gain, after.source, *errors, in_place=in_place), after
+    return site, output_gain
 
 
-def identify(units: Sequence[Unit], a: Tensor, b: Tensor, h: Tensor, where: str) -> tuple[Unit, float]:
-    """The unit that gives h from a and b with the least error; of equal ones the first. Fails beyond the tolerance."""
+def identify(units: Sequence[Unit], a: Tensor, b: Tensor, h: Tensor, path: str) -> tuple[Unit, float]:
+    """The unit with the smallest relative error of h = g(a, b), the first among equals, and that error.
+
+    Args:
+        units: the known units, most likely first.
+        a, b, h: [tokens, d_mlp].
+        path: name of the module in its block, for messages.
+
+    Raises:
+        VerificationError: the error exceeds the tolerance of the dtype.
+    """
     unit, error = nearest_unit(units, a, b, h)
     limit = TOLERANCE[h.dtype]
     if not error <= limit:
         reason = f"nearest {unit.name}, off by {error:.1e}, limit {limit:.0e}; first tried {units[0].name}"
-        reason += f"; projections of {where or 'the block'}"
+        reason += f"; projections of {path or 'the block'}"
         raise VerificationError(f"h is not g(a, b) for any known g ({reason})", error)
     return unit, error
 
 
-def _read(candidate: Candidate, recording: Recording) -> tuple[Tensor, ...]:
-    """x, a, b, h and y of a candidate, once it is clear that each was computed once, from one x, for every token."""
+def _activations(candidate: Candidate, recording: Recording) -> tuple[Tensor, ...]:
+    """x, a, b, h and y of a candidate; VerificationError unless each was computed once, from one x, for every token."""
     modules = candidate.gate.module, candidate.up.module, candidate.down
     if (fired := [recording.fired[module] for module in modules]) != [1, 1, 1]:
         raise VerificationError(
-            f"gate, up and down of {candidate.where or 'the block'} fired {fired} times in one pass, expected once each"
+            f"gate, up and down of {candidate.path or 'the block'} ran {fired} times in one pass, expected once each"
         )
     for module in modules:
         if module.weight.dtype not in TOLERANCE:
             raise VerificationError(
-                f"weights of {candidate.where} are stored as {module.weight.dtype}: load them dequantized"
+                f"weights of {candidate.path} are stored as {module.weight.dtype}: load them dequantized"
             )
     x, h, y = (
         recording.input_of(candidate.gate.module),
@@ -95,9 +113,9 @@ def _read(candidate: Candidate, recording: Recording) -> tuple[Tensor, ...]:
         candidate.up.of(recording.output_of(candidate.up.module)),
     )
     if not len(a) == len(h):
-        raise VerificationError(f"its down projection is given {len(h)} tokens of {len(a)}")
+        raise VerificationError(f"its down projection reads {len(h)} of {len(a)} tokens")
     if a.shape[1] < 2:
-        raise VerificationError("it has one neuron, and re-pairing needs another")
+        raise VerificationError("it has one neuron, and the permutation null needs at least two")
     return x, a, b, h, y
 
 
@@ -109,12 +127,12 @@ def _verify_output(form: GatedMLP, x: Tensor, y: Tensor) -> float:
     return error
 
 
-def _described(block: nn.Module) -> str:
-    """What a block without any candidate has instead."""
-    claimed = {candidate.where for candidate in candidates_of(block)}
-    for where, parent in block.named_modules():
-        maps = [size for child in parent.children() if where not in claimed and (size := _map_of(child))]
-        if any(d_model < d_mlp and (d_mlp, d_model) in maps for d_model, d_mlp in maps):
+def _describe(block: nn.Module) -> str:
+    """What a block contains in modules without a candidate: an MLP without a gate, or the kinds of its matrices."""
+    with_candidates = {candidate.path for candidate in candidates_of(block)}
+    for path, parent in block.named_modules():
+        sizes = [size for child in parent.children() if path not in with_candidates and (size := _size_of(child))]
+        if any(d_model < d_mlp and (d_mlp, d_model) in sizes for d_model, d_mlp in sizes):
             return STATIC
     matrices = [
         type(module).__name__ for module in block.modules() if any(p.ndim > 1 for p in module.parameters(recurse=False))
@@ -123,8 +141,8 @@ def _described(block: nn.Module) -> str:
     return f"it has no two projections d_model → d_mlp with a third one back (matrices in: {kinds})"
 
 
-def _map_of(module: nn.Module) -> tuple[int, int] | None:
-    """From how many numbers to how many a module maps linearly, if it does."""
+def _size_of(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear module, None for any other."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     return (module.nx, module.nf) if isinstance(module, Conv1D) else None

@@ -1,4 +1,4 @@
-"""What the fitted edits need to know of each layer: c_j of c·ab from the run, means and c_j of σ(ab) from one more pass."""
+"""Coefficients of the fitted edits: c_j of c·ab from the run, the means of h and the scales of σ(ab) from one more pass."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -17,11 +17,17 @@ from hooks.patching.partial_pass import observed_pass
 
 
 def fit_coefficients(model: LoadedModel, windows: Sequence[Window], run: Run) -> dict[int, EditCoefficients]:
-    """The fit of every layer of the run; means and the scale of σ(ab) are over the counted tokens of these windows."""
+    """The edit coefficients of every layer of the run.
+
+    Args:
+        model: from ``load_model``.
+        windows: means of h, and scales of σ(ab), are taken over their counted tokens.
+        run: of the same model; c_j of c·ab is taken over all its tokens.
+    """
     sums: dict[int, Float64[Tensor, "sum d_mlp"]] = {}
     for window in windows:
-        looks = {layer: partial(_look, model, layer, window.counted_from, sums) for layer in run.layers}
-        observed_pass(model, window, looks)
+        observers = {layer: partial(_add_sums, model, layer, window.counted_from, sums) for layer in run.layers}
+        observed_pass(model, window, observers)
     coefficients = {}
     for index, layer in run.layers.items():
         h, h_placed, placed_placed, n_tokens = sums[index]
@@ -31,7 +37,7 @@ def fit_coefficients(model: LoadedModel, windows: Sequence[Window], run: Run) ->
     return coefficients
 
 
-def _look(
+def _add_sums(
     model: LoadedModel,
     layer: int,
     counted_from: int,
@@ -40,10 +46,10 @@ def _look(
     b: Activations,
     h: Activations,
 ) -> Activations:
-    """Add Σ h, Σ h·p and Σ p² with p = g(ab, 1), and how many counted tokens of the one window reach each neuron."""
+    """Add Σ h, Σ h·p and Σ p² with p = g(ab, 1), and the number of counted tokens that reach each neuron."""
     gate, up, now = (x[0, counted_from:].double() for x in (a, b, h))
     placed = model.layers[layer].unit.placed_outside(gate, up)
     reached = ((gate != 0) | (up != 0)).double()
-    found = torch.stack([each.sum(dim=0) for each in (now, now * placed, placed.square(), reached)]).cpu()
-    sums[layer] = sums[layer] + found if layer in sums else found
+    of_window = torch.stack([terms.sum(dim=0) for terms in (now, now * placed, placed.square(), reached)]).cpu()
+    sums[layer] = sums[layer] + of_window if layer in sums else of_window
     return h

@@ -1,14 +1,13 @@
-"""Changing a model for as long as a block lasts: its neurons by an edit, its weights by an action.
+"""Changes a model within a ``with`` block: its activations by an edit, or its weights by an action.
 
     with rewriting(model, {11: Change(Exchange(), model.sites[11].unit)}):
         model.hf_model(tokens)
 
-``rewriting`` puts h′ where the down projection reads h, or adds to what experts give what h′ gives more; ``acting`` changes
-q, k, v themselves. When the block ends, also by
-an exception, the model is what it was, bit for bit. Blocks nest; where two rewrite the same h, the inner one sees what the
-outer one made of it, and a and b as the model computes them.
+``rewriting`` makes the down projection read h′ instead of h; to the output of experts it adds that of h′ − h. ``acting``
+changes q, k, v themselves. When the ``with`` block ends, also by an exception, the model is restored bit for bit. Such
+blocks can be nested; if two rewrite the same h, the inner one reads the h′ of the outer one, and the model's own a and b.
 
-The two check each other: exchanging the weights of a layer is exchanging its pre-activations.
+The two agree: exchanging the weights of a layer has the same effect as exchanging its pre-activations.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +36,7 @@ Rewrite = Callable[[Activations, Activations, Activations], Activations]
 
 @contextmanager
 def rewriting(model: LoadedModel, rewrites: Mapping[int, Rewrite]) -> Iterator[None]:
-    """Within the block, the named layers' h is rewritten in every pass; UserError for a layer that is no site."""
+    """Within the ``with`` block the given layers' h is rewritten in every pass; UserError if a layer cannot be edited."""
     with ExitStack() as stack:
         for layer, rewrite in rewrites.items():
             chosen = layer_of(model, layer)
@@ -49,16 +48,20 @@ def rewriting(model: LoadedModel, rewrites: Mapping[int, Rewrite]) -> Iterator[N
 
 @contextmanager
 def acting(model: LoadedModel, actions: Mapping[int, Action]) -> Iterator[None]:
-    """Within the block, the named layers' weights are those after the action."""
+    """Within the ``with`` block, the given layers' weights are those after the action.
+
+    Raises:
+        UserError: a layer has no gated MLP, is a mixture of experts, or has offloaded weights.
+    """
     with ExitStack() as stack:
         for layer, action in actions.items():
             chosen = layer_of(model, layer)
             if isinstance(chosen, Mixture):
                 raise UserError(f"layer {layer} is a mixture of experts, on whose weights actions are not defined")
             if any(weight.is_meta for weight in chosen.projections.down.parameters()):
-                raise UserError(f"weights of layer {layer} are kept elsewhere and cannot be changed: use another --device")
+                raise UserError(f"weights of layer {layer} are offloaded and cannot be changed: use another --device")
             form = chosen.gated_mlp()
-            after = {name: weight.clone() for name, weight in action(form).weights.items()}  # q and k may trade places
+            after = {name: weight.clone() for name, weight in action(form).weights.items()}  # q and k may be exchanged
             for name, weight in form.weights.items():
                 stack.callback(weight.copy_, weight.clone())
                 weight.copy_(after[name])
@@ -66,7 +69,7 @@ def acting(model: LoadedModel, actions: Mapping[int, Action]) -> Iterator[None]:
 
 
 def layer_of(model: LoadedModel, layer: int) -> Site | Mixture:
-    """A layer that can be edited; UserError with the reason if it cannot."""
+    """The layer of that index; UserError with the reason if it cannot be edited."""
     if layer not in model.layers:
         reason = model.skipped.get(layer, f"the model has layers 0-{model.description['n_layers'] - 1}")
         raise UserError(f"layer {layer} cannot be edited ({reason}): choose one that is analysed")
@@ -74,37 +77,37 @@ def layer_of(model: LoadedModel, layer: int) -> Site | Mixture:
 
 
 def _hooked(site: Site, rewrite: Rewrite) -> Iterator[RemovableHandle]:
-    seen: dict[str, Tensor] = {}
+    captured: dict[str, Tensor] = {}
 
     def keep(name: str, extract: Extract) -> Callable[..., None]:
         def hook(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            seen[name] = extract(args, kwargs, output)
+            captured[name] = extract(args, kwargs, output)
 
         return hook
 
     def replace(_module: object, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         h, *others = inputs
-        return (rewrite(seen.pop("a"), seen.pop("b"), h), *others)
+        return (rewrite(captured.pop("a"), captured.pop("b"), h), *others)
 
-    for name, sources in capture_points_of(site).items():
-        for module, extract in sources:
+    for name, points in capture_points_of(site).items():
+        for module, extract in points:
             yield module.register_forward_hook(keep(name, extract), with_kwargs=True)
     yield site.projections.down.register_forward_pre_hook(replace)
 
 
 def _hooked_experts(model: LoadedModel, mixture: Mixture, rewrite: Rewrite) -> Iterator[RemovableHandle]:
-    """As ``_hooked`` for all neurons of a mixture at once, in the order of its sites; 0 where a token does not reach one.
+    """As ``_hooked``, for all neurons of a mixture at once in the order of its sites; 0 at tokens that do not reach one.
 
-    What the model computes stays as it is; what the rewritten h gives more is added to what the experts give. a, b and h
-    are constants to a derivative: that of the output goes through what is made of them.
+    The model's own computation is unchanged; the output of h′ − h is added to that of the experts. a, b and h have no
+    gradient; the gradient of the output reaches h′ through the addition.
     """
     shape: list[int] = []
     shared_x: list[Tensor] = []
 
-    def see_block(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def keep_shape(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shape[:] = (args[0] if args else kwargs["hidden_states"]).shape[:2]
 
-    def see_input(_module: object, args: tuple[Any, ...]) -> None:
+    def keep_input(_module: object, args: tuple[Any, ...]) -> None:
         shared_x[:] = [args[0].detach().flatten(0, -2)]
 
     def add(_module: object, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -115,17 +118,17 @@ def _hooked_experts(model: LoadedModel, mixture: Mixture, rewrite: Rewrite) -> I
         for part in parts:
             full[:, part.token, part.columns] = part.values
         a, b, h = full.view(3, *shape, -1)
-        more = (rewrite(a, b, h) - h).flatten(0, 1)
+        difference = (rewrite(a, b, h) - h).flatten(0, 1)
         rows = output.flatten(0, -2)
         for part in parts:
-            added = part.weight * linear(more[part.token, part.columns], part.values_out)
+            added = part.weight * linear(difference[part.token, part.columns], part.values_out)
             rows = rows.index_add(0, part.row, added.to(output.dtype))
         return rows.view_as(output)
 
     block = model.blocks(model.hf_model)[mixture.layer]
-    yield block.register_forward_pre_hook(see_block, with_kwargs=True)
+    yield block.register_forward_pre_hook(keep_shape, with_kwargs=True)
     if mixture.shared is not None:
-        yield mixture.reads.register_forward_pre_hook(see_input)
+        yield mixture.parent.register_forward_pre_hook(keep_input)
     yield mixture.expert_weights.module.register_forward_hook(add, with_kwargs=True)
 
 
@@ -133,11 +136,11 @@ class _Reached(NamedTuple):
     """The neurons of an expert on the tokens that reach it.
 
     Attributes:
-        columns: of the neurons in their layer.
-        token, row: the tokens, and the rows of the experts' output to which what they give belongs.
+        columns: of its neurons among those of the layer.
+        token, row: indices of the tokens in the batch, and the rows of the experts' output to which they contribute.
         values: a, b and h.
-        weight: of each token.
-        values_out: v, turned, with what is applied to it beyond what is applied to the experts' output.
+        weight: routing weight of each token.
+        values_out: vᵀ; of a shared expert, times the ratio of its output gain to the experts'.
     """
 
     columns: slice

@@ -1,11 +1,11 @@
-"""Running a model from one of its blocks on, from what that block was given in an earlier pass.
+"""Forward passes that start at a layer, from the input of that block in an earlier pass.
 
-The clean prefix of an edit in layer l is the same for every edit, so it is computed once: a clean pass keeps the input of
-every block, and a suffix hands block l its input again, skipping the blocks before it. Embedding, masks, final norm and
-unembedding are the model's own code, whatever the family. A suffix of layer l costs (L − l)/L of the blocks and one
+The blocks before an edited layer l compute the same for every edit, so they run once: a clean pass keeps the input of every
+block, and a start-at-layer pass feeds block l with it and skips the blocks before. Embedding, masks, final norm and
+unembedding are the model's own code, whatever the family. A pass from layer l on costs (L − l)/L of the blocks and one
 unembedding.
 
-A batch is one window in many versions, so nothing is padded.
+A batch consists of several runs of the same window, so there is no padding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from analysis.errors import UserError
 from hooks.corpus import Window
-from hooks.loading.network import run_whole
+from hooks.loading.network import run_network
 from hooks.models import LoadedModel
 from hooks.patching.interventions import Rewrite, rewriting
 
@@ -28,13 +28,19 @@ Logits = Float[Tensor, "row pos vocab"]
 
 @dataclass(frozen=True)
 class Scored:
-    """The positions of a window on which costs are taken: counted, and followed by a token that can be predicted."""
+    """The scored positions of a window: counted, and followed by a token to be predicted.
+
+    Attributes:
+        first: the first scored position.
+        targets: the tokens that follow the scored positions.
+    """
 
     first: int
     targets: Int64[Tensor, " token"]
 
     @classmethod
     def of(cls, window: Window) -> "Scored":
+        """The scored positions of this window."""
         return cls(window.counted_from, window.tokens[window.counted_from + 1 :])
 
     def __len__(self) -> int:
@@ -46,9 +52,9 @@ class Scored:
 
 
 def full_pass(model: LoadedModel, tokens: Int64[Tensor, "row pos"]) -> Logits:
-    """The logits of one whole pass of the model."""
+    """The logits of one full pass of the model; UserError if it does not fit into the GPU's memory."""
     try:
-        return run_whole(model.network, tokens.to(model.device)).logits
+        return run_network(model.network, tokens.to(model.device)).logits
     except torch.cuda.OutOfMemoryError as error:
         raise UserError("out of GPU memory in a causal pass: use a shorter --context, or --causal none") from error
 
@@ -61,22 +67,22 @@ def pass_from_layer(
     rewrites: Mapping[int, Rewrite],
     keep: int | None = None,
 ) -> tuple[Logits, Hidden | None]:
-    """Run from a block on.
+    """Run the model from a block on.
 
     Args:
         model: the model.
         layer: the first block that runs.
-        hidden: what it is given, one row a version of the window.
+        hidden: its input, one row per patched run of the window.
         window: the tokens, for masks and positions.
-        rewrites: what becomes of h, by layer.
-        keep: a later block whose input is wanted too.
+        rewrites: functions of (a, b, h) that give h′, by layer.
+        keep: a later block whose input is returned too.
 
     Returns:
-        The logits, and what block ``keep`` was given.
+        The logits, and the input of block ``keep``, None if there is none.
     """
     kept: list[Tensor] = []
     with torch.no_grad(), ExitStack() as stack:
-        stack.enter_context(_entering(model, layer, hidden))
+        stack.enter_context(_starting_at(model, layer, hidden))
         stack.enter_context(rewriting(model, rewrites))
         if keep is not None:
             stack.enter_context(_inputs_kept(model, keep, kept))
@@ -87,10 +93,10 @@ def pass_from_layer(
 def clean_pass(
     model: LoadedModel, window: Window, rewrites: Mapping[int, Rewrite]
 ) -> tuple[Float[Tensor, "1 pos vocab"], Float[Tensor, "layer pos d_model"]]:
-    """Logits of one window, and the input of every block; ``rewrites`` may look at h on the way.
+    """The logits of one window, and the input of every block, under these rewrites.
 
     Raises:
-        UserError: the blocks are given something else than one residual stream, so that none can be entered.
+        UserError: the blocks do not read a single residual stream, so that no pass can start at one.
     """
     inputs: list[Tensor] = []
     with torch.no_grad(), ExitStack() as stack:
@@ -101,21 +107,21 @@ def clean_pass(
     shapes = {tuple(x.shape[:-1]) for x in inputs}
     if shapes != {(1, len(window.tokens))}:
         raise UserError(
-            f"blocks of a {type(model.hf_model).__name__} are given {shapes.pop()} vectors instead of one residual stream, "
-            "so no pass can start at a layer: use --causal attribution"
+            f"blocks of a {type(model.hf_model).__name__} read {shapes.pop()} vectors instead of one residual stream, so "
+            "no pass can start at a layer: use --causal attribution"
         )
     return logits, torch.cat(inputs)
 
 
-def observed_pass(model: LoadedModel, window: Window, looks: Mapping[int, Rewrite]) -> None:
-    """One whole pass over one window, in which ``looks`` see a, b and h and give h back."""
-    with torch.no_grad(), rewriting(model, looks):
+def observed_pass(model: LoadedModel, window: Window, observers: Mapping[int, Rewrite]) -> None:
+    """One full pass over one window, in which ``observers`` read a, b and h, and return h unchanged."""
+    with torch.no_grad(), rewriting(model, observers):
         full_pass(model, window.tokens[None])
 
 
 @contextmanager
-def _entering(model: LoadedModel, layer: int, hidden: Hidden) -> Iterator[None]:
-    """Within the block, the layers before this one do nothing but hand on its input."""
+def _starting_at(model: LoadedModel, layer: int, hidden: Hidden) -> Iterator[None]:
+    """Within the ``with`` block, the blocks before this layer are skipped: they only pass on its input."""
     blocks = model.blocks(model.network)
     hook = blocks[layer].register_forward_pre_hook(
         lambda _, args, kwargs: ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden}),
@@ -123,8 +129,8 @@ def _entering(model: LoadedModel, layer: int, hidden: Hidden) -> Iterator[None]:
     )
     try:
         for number, block in enumerate(blocks[:layer]):
-            handed_on = (hidden,) if number in model.located.in_tuples else hidden
-            vars(block)["forward"] = lambda *_, handed_on=handed_on, **__: handed_on  # setattr would reach a wrapped module
+            output = (hidden,) if number in model.located.returns_tuple else hidden
+            vars(block)["forward"] = lambda *_, output=output, **__: output  # setattr would also change a wrapped module
         yield
     finally:
         hook.remove()
@@ -134,7 +140,7 @@ def _entering(model: LoadedModel, layer: int, hidden: Hidden) -> Iterator[None]:
 
 @contextmanager
 def _inputs_kept(model: LoadedModel, layer: int, inputs: list[Tensor]) -> Iterator[None]:
-    """Within the block, what a layer is given is appended to the list."""
+    """Within the ``with`` block, the input of a layer is appended to the list in every pass."""
     hook = model.blocks(model.network)[layer].register_forward_pre_hook(
         lambda _, args, kwargs: inputs.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
     )

@@ -1,4 +1,4 @@
-"""Costs of many runs of one window: each row of a batch is given its own input and its own changes."""
+"""Costs of many patched runs of one window: each row of a batch has its own input and its own changes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +15,17 @@ from hooks.models import LoadedModel
 from hooks.patching.partial_pass import Scored, pass_from_layer
 
 MAX_LOGITS = 1 << 27
-"""Logits of one batch: half a gigabyte in float32. Large vocabularies get few runs a batch."""
+"""Logits of one batch, half a gigabyte in float32; the larger the vocabulary, the fewer runs in a batch."""
 
 
 @dataclass(frozen=True)
 class PatchedRun:
-    """One run of a window: what the first block that runs is given, and what is changed in which layer."""
+    """One run of a window.
+
+    Attributes:
+        hidden: input of the first block that runs.
+        changes: by layer.
+    """
 
     hidden: Float[Tensor, "pos d_model"]
     changes: Mapping[int, Change]
@@ -28,7 +33,7 @@ class PatchedRun:
 
 @dataclass
 class Effort:
-    """Blocks and unembeddings run so far, one for each row of a batch."""
+    """The number of blocks and unembeddings computed so far, each row of a batch counted."""
 
     blocks: int = 0
     unembeddings: int = 0
@@ -36,15 +41,15 @@ class Effort:
 
 @dataclass(frozen=True)
 class StartPoint:
-    """A window, entered at one layer: measures runs of it against the model's own prediction.
+    """A window and the layer at which its patched runs start; measures their costs against the unedited model.
 
     Attributes:
         model: the model.
         layer: the first block that runs.
         window: the tokens.
-        scored: the positions on which costs are taken.
-        base: the model's log-probabilities there.
-        effort: what has been run.
+        scored: the positions whose predictions are compared.
+        base: the unedited model's log-probabilities there.
+        effort: what has been computed so far.
     """
 
     model: LoadedModel
@@ -56,7 +61,7 @@ class StartPoint:
 
     @classmethod
     def of(cls, model: LoadedModel, layer: int, window: Window, hidden: Float[Tensor, "pos d_model"]) -> "StartPoint":
-        """From the clean input of the layer, which gives the base too."""
+        """From the input of the layer in the unedited model."""
         scored = Scored.of(window)
         logits, _ = pass_from_layer(model, layer, hidden[None], window, {})
         start = cls(model, layer, window, scored, log_probabilities(scored.of_logits(logits[0])))
@@ -66,18 +71,18 @@ class StartPoint:
     def costs(
         self, runs: Sequence[PatchedRun], keep: int | None = None
     ) -> tuple[Float64[Tensor, "quantity row"], list[Float[Tensor, "pos d_model"]]]:
-        """Σ over scored tokens of KL and ΔCE of each run, and what block ``keep`` was given in each."""
-        found, kept = [], []
+        """KL and ΔCE of each run in nats, summed over scored tokens, and the input of block ``keep`` in each."""
+        batch_costs, kept = [], []
         targets = self.scored.targets.to(self.base.device)
         for batch in self._batches(runs):
             hidden = torch.stack([run.hidden for run in batch])
             layers = {layer for run in batch for layer in run.changes}
             rewrites = {layer: partial(_rewritten, [run.changes.get(layer) for run in batch]) for layer in sorted(layers)}
             logits, inputs = pass_from_layer(self.model, self.layer, hidden, self.window, rewrites, keep)
-            found.append(costs(self.base, self.scored.of_logits(logits), targets))
+            batch_costs.append(costs(self.base, self.scored.of_logits(logits), targets))
             kept += [] if inputs is None else list(inputs)
             self._count(len(batch))
-        return torch.cat(found, dim=1), kept
+        return torch.cat(batch_costs, dim=1), kept
 
     def _batches(self, runs: Sequence[PatchedRun]) -> Iterator[Sequence[PatchedRun]]:
         size = max(1, MAX_LOGITS // (len(self.window.tokens) * self.base.shape[-1]))
@@ -95,6 +100,6 @@ def _rewritten(
     b: Float[Tensor, "row pos d_mlp"],
     h: Float[Tensor, "row pos d_mlp"],
 ) -> Float[Tensor, "row pos d_mlp"]:
-    """h with every row changed in its own way."""
+    """h with the change of every row applied."""
     rows = zip(changes, a, b, h, strict=True)
     return torch.stack([now if change is None else change(gate, up, now) for change, gate, up, now in rows])

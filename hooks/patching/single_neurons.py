@@ -1,4 +1,4 @@
-"""Single neurons edited exactly, beside what the attribution predicted for them: how far first order can be trusted."""
+"""Single-neuron patching: the exact cost of editing one neuron, next to its attribution, a first-order estimate."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from hooks.patching.partial_pass import clean_pass
 from hooks.patching.patched_runs import PatchedRun, StartPoint
 
 N_NEURONS = 200
-"""Neurons of the largest attribution, and as many at random."""
+"""The number of neurons with the largest attribution, and of as many random others."""
 
 
 def patch_single_neurons(
@@ -28,14 +28,14 @@ def patch_single_neurons(
     n_neurons: int = N_NEURONS,
     seed: int = 0,
 ) -> SingleNeurons:
-    """Attribution and exact ΔCE of single neurons under one edit, on the counted positions of these windows.
+    """Attribution and exact ΔCE of single neurons under one edit, in nats per scored token.
 
     Args:
         model: from ``load_model``.
-        windows: the sequences on which both numbers are taken; each neuron costs about half a pass over them.
+        windows: the sequences on which both are measured; each neuron costs about half a pass over them.
         edits: by layer and name.
-        name: the edit to carry out.
-        n_neurons: how many of the largest |attribution| to take, and how many others at random.
+        name: of the edit that is measured.
+        n_neurons: the number of neurons with the largest |attribution|, and of random others.
         seed: of the random choice.
     """
     chosen = {layer: {name: of_layer[name]} for layer, of_layer in edits.items()}
@@ -55,7 +55,7 @@ def patch_single_neurons(
 def _choice(
     predicted: Float64[Tensor, " neuron"], n_neurons: int, seed: int
 ) -> tuple[Int64[Tensor, " chosen"], Bool[Tensor, " chosen"]]:
-    """Places of the largest |prediction| and of random others, and which of them are the largest."""
+    """Indices of the largest |prediction| and of random others, and which of them are the largest."""
     order = predicted.abs().argsort(descending=True, stable=True)
     largest, others = order[:n_neurons], order[n_neurons:]
     drawn = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(seed))[:n_neurons]]

@@ -1,12 +1,12 @@
-"""The exact sweep: every layer edited in every way, and what it costs the model.
+"""The exact sweep: the cost of every edit in every layer.
 
 A layer is edited alone, on counted positions and on all of them, and so is its placebo; then together with all layers
-before it, and with all layers after it. Costs are always taken on the same scored tokens. The inputs of every block come
-from one clean pass, so a layer costs only the blocks from it on. Edited together with the layers before it, it is given
-what those made of the text, which the step before it left behind.
+before it, and with all layers after it. Costs are always measured on the same scored tokens. The inputs of every block come
+from one clean pass, so that only the blocks from the edited layer on have to run. When all layers before it are edited too,
+its input is the one kept from the previous step.
 
 With E edits over L layers and both cumulative series this is 6E + 2 runs of the text per layer, each from that layer
-on: about (6E + 2)·L/2 passes of the blocks, and (6E + 2)·L of the unembedding, which nothing can spare.
+on: about (6E + 2)·L/2 passes through the blocks, and (6E + 2)·L through the unembedding.
 """
 
 import logging
@@ -31,7 +31,7 @@ from hooks.patching.patched_runs import PatchedRun, StartPoint
 
 
 def control_of(unit: Unit) -> Edit:
-    """An edit that changes nothing: k → −3k, v → −v/3 where up is linear, else h computed anew from a and b."""
+    """An edit that changes nothing: k → −3k, v → −v/3 where up is linear, else h recomputed from a and b."""
     return Rescaled(-3.0) if unit.up_is_linear else Partial(Zero(), 0.0)
 
 
@@ -50,34 +50,40 @@ def sweep(
     Args:
         model: from ``load_model``.
         windows: the sequences, each with at least one scored token.
-        edits: for every layer to edit the same names, in the same order.
+        edits: by layer and name, with the same names in the same order in every layer.
         seed: of the placebos.
-        progress: where finished layers are kept, and taken from if they are there.
+        progress: stores finished layers, and has those of an interrupted sweep.
     """
     started = time.perf_counter()
     states = [_State.of(model, window) for window in windows]
     clean_seconds = time.perf_counter() - started
     steps = _Steps(model, states, edits, seed)
     layers = sorted(edits)
-    found: dict[int, LayerCosts] = {}
+    layer_costs: dict[int, LayerCosts] = {}
     for number, layer in enumerate(layers, 1):
-        piece = progress.finished(f"layer-{layer}") if progress else None
-        found[layer] = from_tensors(LayerCosts, piece) if piece else steps.step(layer)
-        if progress and not piece:
-            progress.keep(f"layer-{layer}", tensors_of(found[layer]))
-        seconds = found[layer].effort[0]
-        logger.info(f"layer {layer}: {'kept from before' if piece else f'{seconds:.0f} s'} ({number} of {len(layers)})")
+        stored = progress.finished(f"layer-{layer}") if progress else None
+        layer_costs[layer] = from_tensors(LayerCosts, stored) if stored else steps.step(layer)
+        if progress and not stored:
+            progress.keep(f"layer-{layer}", tensors_of(layer_costs[layer]))
+        seconds = layer_costs[layer].effort[0]
+        logger.info(f"layer {layer}: {'already finished' if stored else f'{seconds:.0f} s'} ({number} of {len(layers)})")
     n_tokens = torch.tensor([len(state.scored) for state in states])
     base = torch.tensor([state.base for state in states], dtype=torch.float64)
     names = tuple(edits[layers[0]])
-    return Sweep(names, n_tokens, base, found, model.description["n_layers"], clean_seconds)
+    return Sweep(names, n_tokens, base, layer_costs, model.description["n_layers"], clean_seconds)
 
 
 @dataclass
 class _State:
-    """A window, the clean input of every block, its cross-entropy, and how far the cumulative edits have come.
+    """The state of the sweep on one window.
 
-    ``edited`` holds, for each edit, what layer ``reached`` is given when all layers before it are edited.
+    Attributes:
+        window: the tokens.
+        scored: the positions whose predictions are compared.
+        inputs: of every block in the unedited model.
+        base: cross-entropy of the unedited model, summed over scored tokens, in nats.
+        reached: the layer up to which the cumulative edits have been applied, −1 before the first.
+        edited: for each edit, the input of layer ``reached`` when all layers before it are edited.
     """
 
     window: Window
@@ -101,7 +107,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Steps:
-    """One step a layer, in ascending order; a layer whose costs are known already may be left out."""
+    """One step per layer, in ascending order; layers that are finished already may be left out."""
 
     model: LoadedModel
     states: Sequence[_State]
@@ -123,14 +129,14 @@ class _Steps:
         following = [other for other in sorted(self.edits) if other > layer]
         together = [PatchedRun(hidden, self._counted(name, [layer, *following], state)) for name in names]
         edited = zip(names, self._edited_inputs(layer, state), strict=True)
-        cumulative = [PatchedRun(given, self._counted(name, [layer], state)) for name, given in edited]
+        cumulative = [PatchedRun(entry, self._counted(name, [layer], state)) for name, entry in edited]
         single, _ = start.costs([PatchedRun(hidden, {layer: change}) for change in self._alone(layer, state)])
         unit = self.model.layers[layer].unit
         control, _ = start.costs([PatchedRun(hidden, {layer: Change(control_of(unit), unit)})])
         top, _ = start.costs(together)
-        bottom, given_next = start.costs(cumulative, keep=following[0] if following else None)
+        bottom, next_inputs = start.costs(cumulative, keep=following[0] if following else None)
         if following:
-            state.reached, state.edited = following[0], given_next
+            state.reached, state.edited = following[0], next_inputs
         base = cross_entropy(start.base, state.scored.targets.to(start.base.device))
         work = torch.tensor([start.effort.blocks, start.effort.unembeddings], dtype=torch.float64)
         shape = (len(QUANTITIES), len(names), len(VERSIONS), len(POSITIONS))
@@ -153,7 +159,7 @@ class _Steps:
         }
 
     def _edited_inputs(self, layer: int, state: _State) -> list[Hidden]:
-        """What the layer is given under each edit of all layers before it: left by the step before, or made again."""
+        """The input of the layer under each edit of all layers before it: kept by the previous step, or recomputed."""
         names, first = list(self.edits[layer]), min(self.edits)
         hidden = state.inputs[first]
         if layer == first:

@@ -1,4 +1,4 @@
-"""The acceptance block: what a reader must know to believe a run, each line with its value, its limit and a verdict."""
+"""The acceptance block: what was checked before a run's numbers may be trusted, each line with value, limit and verdict."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,16 +25,24 @@ def acceptance_of(
     controls: tuple[Check, ...],
     on_text: tuple[Check, ...] = (),
 ) -> tuple[Check, ...]:
-    """The checks made when the model was loaded and on the text, the controls in brief, and how it was read."""
+    """All checks of a run.
+
+    Args:
+        model: with the checks made while it was loaded.
+        corpus: the text.
+        layers: the results.
+        controls: of every layer; only the worst layer of each is listed.
+        on_text: the verification on the first window of the text.
+    """
     return (*model.acceptance, *_controls(controls), *on_text, *_reading(model, corpus, layers))
 
 
 def _controls(controls: tuple[Check, ...]) -> Iterator[Check]:
     """The worst layer of each control."""
     for name in dict.fromkeys(control.what for control in controls):
-        found = worst(control for control in controls if control.what == name)
-        what = "something" if found.sense == "more than" else "nothing"
-        yield replace(found, what=f"{name} must change {what}", layer=None)
+        control = worst(control for control in controls if control.what == name)
+        what = "something" if control.sense == "more than" else "nothing"
+        yield replace(control, what=f"{name} must change {what}", layer=None)
 
 
 def _reading(model: LoadedModel, corpus: Corpus, layers: dict[int, Layer]) -> Iterator[Check]:
@@ -51,7 +59,7 @@ def _reading(model: LoadedModel, corpus: Corpus, layers: dict[int, Layer]) -> It
 
     begins = all(model.bos is None or int(window.tokens[0]) == model.bos for window in corpus.windows)
     begin = "no BOS" if model.bos is None else f"BOS {model.bos} before every window"
-    yield Check.stated("beginning of a window", begin, "as the tokenizer's authors have it", begins)
+    yield Check.stated("beginning of a window", begin, "as in the tokenizer's own configuration", begins)
 
     first = min(window.counted_from for window in corpus.windows)
     counted = f"from position {first} on, {corpus.n_counted} of {corpus.n_tokens} tokens"
@@ -59,12 +67,14 @@ def _reading(model: LoadedModel, corpus: Corpus, layers: dict[int, Layer]) -> It
     yield Check.stated("counted positions", counted, f"from position {asked} on", first >= asked)
 
     yield Check.stated(
-        "norm gain folded into q and k", _counted(Counter(layer.gain for layer in layers.values())), "proved", True
+        "norm gain folded into q and k", _counted(Counter(layer.gain for layer in layers.values())), "verified", True
     )
 
     n_layers = model.description["n_layers"]
     left_out = "" if not model.skipped else f", skipped: {', '.join(map(str, model.skipped))}"
-    yield Check.stated("layers analysed", f"{len(layers)} of {n_layers}{left_out}", "each proved on a probe", bool(layers))
+    yield Check.stated(
+        "layers analysed", f"{len(layers)} of {n_layers}{left_out}", "each verified on a probe", bool(layers)
+    )
 
     versions = {name: version(name) for name in MINIMAL}
     recent = all(Version(versions[name]) >= Version(least) for name, least in MINIMAL.items())
@@ -72,7 +82,7 @@ def _reading(model: LoadedModel, corpus: Corpus, layers: dict[int, Layer]) -> It
 
 
 def _activation_of(unit: str) -> str | None:
-    """The activation in a unit's name; None for a unit that is of no activation that a configuration could name."""
+    """The activation in a unit's name; None if it contains none that a configuration could name."""
     kind, parameters = parsed(unit)
     return next((part for part in (kind, *parameters) if part in ACTIVATIONS), None)
 

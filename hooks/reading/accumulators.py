@@ -1,7 +1,7 @@
-"""A layer as the corpus is read: what is captured of its units becomes sums at once, and is let go.
+"""Accumulates a layer's moments over a corpus: a and b are reduced to sums batch by batch, and released.
 
-In a mixture of experts nothing that is captured is a or b: they are computed from an expert's own tokens, one expert after
-the other, so that memory and time are those of the tokens that were sent to it.
+In a mixture of experts a and b are not captured but computed, one expert after the other, from the tokens routed to it, so
+that memory and time grow with the routed tokens only.
 """
 
 from abc import abstractmethod
@@ -29,20 +29,27 @@ from hooks.reading.batches import ActivationAccumulator
 
 
 def accumulator_of(layer: Site | Mixture, alphas: Sequence[float], draws: int, seed: int) -> "LayerAccumulator":
-    """An empty accumulator, with re-pairings drawn by the seed."""
+    """An empty accumulator.
+
+    Args:
+        layer: a dense layer or a mixture of experts.
+        alphas: scales of the scaling symmetry.
+        draws: random permutations of neurons for the permutation null.
+        seed: of the permutations.
+    """
     if isinstance(layer, Site):
         return SiteAccumulator(layer, alphas, draws, seed)
     return MixtureAccumulator(layer, alphas, draws, seed)
 
 
 class LayerAccumulator(ActivationAccumulator):
-    """The moments of a layer as they grow."""
+    """Accumulates the moments of a layer."""
 
     _accumulator: Accumulator
 
     @property
     def kind(self) -> str:
-        """How its sums are computed."""
+        """The kind of reducer that computes its sums."""
         return self._accumulator.kind
 
     @property
@@ -51,22 +58,22 @@ class LayerAccumulator(ActivationAccumulator):
 
     @abstractmethod
     def result(self) -> Layer:
-        """The layer with what was seen of it until now."""
+        """The layer with the moments so far."""
 
 
 def geometry_of(site: Site) -> Geometry:
-    """Of a site, with what is applied before and after it folded into its vectors."""
+    """The geometry of a site's q, k and v with the norm gains folded in."""
     return Geometry.of(*site.weights.matrices, site.gain, site.value_gain)
 
 
 def geometry_of_layer(layer: Site | Mixture) -> Geometry:
-    """Of all neurons of a layer."""
+    """The geometry of all neurons of a layer."""
     return geometry_of(layer) if isinstance(layer, Site) else Geometry.cat([geometry_of(site) for site in layer.sites])
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What a site's sums need to know beforehand."""
+    """What is computed for a site before its first batch: geometry, permuted pairs, and the reducer."""
 
     geometry: Geometry
     pairing: PermutedPairs
@@ -80,7 +87,7 @@ class _Prepared:
 
 
 class SiteAccumulator(LayerAccumulator):
-    """The moments of one site as they grow."""
+    """Accumulates the moments of one site."""
 
     def __init__(self, site: Site, alphas: Sequence[float], draws: int, seed: int) -> None:
         super().__init__(site)
@@ -94,25 +101,25 @@ class SiteAccumulator(LayerAccumulator):
             unit=site.unit,
             moments=self._accumulator.moments(),
             geometry=self._prepared.geometry,
-            gain=gain_in_words(site),
-            interaction_antisymmetry=antisymmetric_share(*_gained(site)),
+            gain=describe_gain(site),
+            interaction_antisymmetry=antisymmetric_share(*_folded_weights(site)),
             partners=self._prepared.pairing.partners,
         )
 
     def take(self, captured: dict[str, Any], batch: Batch) -> None:
         a, b = (captured.pop(symbol) for symbol in "ab")
-        rows = len(batch.windows)  # some families flatten them before their MLP
+        rows = len(batch.windows)  # some families flatten batch and positions before their MLP
         self._accumulator.add(a.reshape(rows, -1, a.shape[-1]), b.reshape(rows, -1, b.shape[-1]), batch)
 
 
 class MixtureAccumulator(LayerAccumulator):
-    """The moments of a layer of experts as they grow."""
+    """Accumulates the moments of a layer of experts."""
 
     def __init__(self, mixture: Mixture, alphas: Sequence[float], draws: int, seed: int) -> None:
         super().__init__(mixture)
         self._mixture = mixture
         layout = Layout.of(mixture.unit, alphas, draws)
-        # Experts differ in their re-pairings too: one seed for all would tie their chance together.
+        # Every expert has permutations of its own: with one seed their nulls would be correlated.
         seeds = torch.randint(2**62, (len(mixture.sites),), generator=torch.Generator().manual_seed(seed)).tolist()
         self._prepared = [_Prepared.of(site, layout, draws, own) for site, own in zip(mixture.sites, seeds, strict=True)]
         self._accumulator = Accumulator(mixture.n_neurons, [prepared.reduce for prepared in self._prepared])
@@ -126,8 +133,8 @@ class MixtureAccumulator(LayerAccumulator):
             unit=self._mixture.unit,
             moments=self._accumulator.moments(),
             geometry=Geometry.cat([prepared.geometry for prepared in self._prepared]),
-            gain="; ".join(dict.fromkeys(gain_in_words(site) for site in sites)),
-            interaction_antisymmetry=pooled_antisymmetric_share(map(_gained, sites)),
+            gain="; ".join(dict.fromkeys(describe_gain(site) for site in sites)),
+            interaction_antisymmetry=pooled_antisymmetric_share(map(_folded_weights, sites)),
             partners=torch.cat(partners, dim=1),
             experts=torch.tensor([int(site.expert or 0) for site in sites]).repeat_interleave(width),
         )
@@ -137,7 +144,7 @@ class MixtureAccumulator(LayerAccumulator):
 
 
 def parts_of(mixture: Mixture, captured: dict[str, Any], batch: Batch) -> Iterator[Part]:
-    """One expert after the other: which it is, a and b of its tokens, their places in the batch, and their weights."""
+    """For one expert after the other: its number, a and b [tokens, d_mlp], the tokens' indices, and their weights."""
     routing: Routing = captured["routing"]
     is_fed = torch.zeros(batch.places.shape[1], dtype=torch.bool, device=routing.x.device)
     is_fed[batch.fed] = True
@@ -154,15 +161,15 @@ def parts_of(mixture: Mixture, captured: dict[str, Any], batch: Batch) -> Iterat
         yield len(mixture.routed), a, b, batch.fed, weight
 
 
-def _gained(site: Site) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with what stands before and after them."""
+def _folded_weights(site: Site) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with the norm gains folded in, in float32 or wider."""
     gains, wide = (site.gain, site.gain, site.value_gain), torch.promote_types(site.dtype, torch.float32)
     q, k, v = (weight.to(wide) * gain for weight, gain in zip(site.weights.matrices, gains, strict=True))
     return q, k, v
 
 
-def gain_in_words(site: Site) -> str:
-    """What was folded into q and k, and into v where it is anything."""
+def describe_gain(site: Site) -> str:
+    """The gains folded into q and k, and into v if there is one, in words."""
     return (
         site.gain_source if site.value_gain_source == NOTHING_AFTER else f"{site.gain_source}; v: {site.value_gain_source}"
     )

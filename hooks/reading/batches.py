@@ -1,4 +1,4 @@
-"""A corpus read once: batches as large as the memory bears, and accumulators that each capture_pass to one layer."""
+"""One pass over a corpus, in batches that fit into memory, with one accumulator per layer."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -23,56 +23,56 @@ from hooks.reading.capture import CaptureHook, capture_pass
 from hooks.reading.capture_points import Extract, capture_points_of
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 16384}
-"""Tokens in a batch unless told otherwise: more make no pass faster."""
+"""Tokens per batch by default; larger batches are not faster."""
 MEMORY_SHARE = 0.25
-"""The share of a GPU's free memory that the activations of a batch may take by the estimate of ``batch_size_for``."""
+"""Fraction of a GPU's free memory for the activations of a batch, as estimated by ``batch_size_for``."""
 _REMEDY = {"float16": "use --dtype bfloat16 or float32", "bfloat16": "use --dtype float32"}
 
 
 @dataclass
-class Taking:
-    """Which accumulators have begun to take in a batch, and which have it."""
+class BatchStatus:
+    """The accumulators that have started to add a batch, and those that have finished."""
 
-    begun: list["ActivationAccumulator"] = field(default_factory=list)
-    ended: list["ActivationAccumulator"] = field(default_factory=list)
+    started: list["ActivationAccumulator"] = field(default_factory=list)
+    finished: list["ActivationAccumulator"] = field(default_factory=list)
 
 
 class ActivationAccumulator(ABC):
-    """What listens to one layer while the corpus is read: what is captured of a batch is kept until all of it has been."""
+    """Accumulates the activations of one layer over a corpus; a batch is added once all its quantities are captured."""
 
     def __init__(self, layer: Site | Mixture) -> None:
         self.layer, self.device = layer.layer, layer.device
-        self._sources = capture_points_of(layer)
+        self._points = capture_points_of(layer)
 
     @property
     @abstractmethod
     def is_finite(self) -> Bool[Tensor, ""]:
-        """Whether everything taken in so far was finite."""
+        """Whether all activations so far were finite."""
 
     def keep(self, captured: Any) -> Any:
-        """What is kept of something that was captured until the rest has been."""
+        """The part of a captured quantity that is needed until the batch is complete."""
         return captured
 
     @abstractmethod
     def take(self, captured: dict[str, Any], batch: Batch) -> None:
-        """Take in what was kept of a batch, by the names of ``hooks.reading.capture_points``."""
+        """Add a batch, from what was kept, by the names of ``hooks.reading.capture_points``."""
 
-    def capture_hooks(self, batch: Batch, taking: Taking) -> list[CaptureHook]:
-        """What listens while this batch is read."""
+    def capture_hooks(self, batch: Batch, status: BatchStatus) -> list[CaptureHook]:
+        """The hooks that capture this batch and then add it."""
         captured: dict[str, Any] = {}
 
         def capture(name: str, extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             captured[name] = self.keep(extract(args, kwargs, output))
-            if len(captured) == len(self._sources):
-                taking.begun.append(self)
+            if len(captured) == len(self._points):
+                status.started.append(self)
                 self.take(captured, batch)
                 captured.clear()
-                taking.ended.append(self)
+                status.finished.append(self)
 
         return [
-            CaptureHook(source.module, partial(capture, name, source.extract))
-            for name, sources in self._sources.items()
-            for source in sources
+            CaptureHook(point.module, partial(capture, name, point.extract))
+            for name, points in self._points.items()
+            for point in points
         ]
 
 
@@ -84,25 +84,28 @@ def read_through(
     batch_size: int | None = None,
     quiet: bool = False,
 ) -> int:
-    """One pass over the corpus, no further than the last layer that is listened to.
+    """One pass over the corpus, up to the last layer with an accumulator.
 
-    Where a batch does not fit into the memory it is halved, and so are those that follow. Returns the last batch size.
+    A batch that does not fit into memory is halved, and so are those after it.
 
     Args:
         model: from ``load_model``.
         corpus: from ``model.read()``.
-        accumulators: what listens.
-        batch_size: windows at once; None fits them to the memory.
+        accumulators: one per layer.
+        batch_size: windows per batch; None chooses it by the available memory.
         quiet: no progress bar.
 
+    Returns:
+        The last batch size.
+
     Raises:
-        UserError: something overflowed, or not even one window fits into the memory.
+        UserError: activations are NaN or infinite, or a single window does not fit into memory.
     """
     size = batch_size_for(model, corpus) if batch_size is None else batch_size
     waiting = deque(corpus.windows)
     with (
         freed_memory_kept(),
-        tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _watched()) as bar,
+        tqdm(total=corpus.n_tokens, unit=" tokens", unit_scale=True, disable=quiet or not _is_interactive()) as bar,
     ):
         while waiting:
             windows = [waiting.popleft() for _ in range(min(size, len(waiting)))]
@@ -112,9 +115,9 @@ def read_through(
 
 
 def batch_size_for(model: LoadedModel, corpus: Corpus) -> int:
-    """Windows at once so that a batch has ``TOKENS_AT_ONCE``, or on a GPU what its free memory bears if that is less.
+    """Windows per batch of ``TOKENS_AT_ONCE`` tokens, or of as many as fit into a GPU's free memory if these are fewer.
 
-    A token takes, by estimate, eight vectors of the residual stream and five of the MLP.
+    The estimate is eight vectors of size d_model and five of size d_mlp per token.
     """
     tokens = TOKENS_AT_ONCE[model.device.type]
     if model.device.type == "cuda":
@@ -133,26 +136,26 @@ def _read(
     accumulators: Sequence[ActivationAccumulator],
     last_layer: int,
 ) -> int:
-    """Read these windows at once, or in halves where there is no room for that; returns how many there was room for.
+    """Read these windows in one batch, or in halves if they do not fit into memory; returns the size that did.
 
-    A accumulator that has the whole batch when the memory runs out does not capture_pass to its halves.
+    Accumulators that have added the whole batch when memory runs out are left out of the passes over its halves.
     """
     blocks = [corpus.jackknife_block_of(window) for window in windows]
     batches = {
         device: Batch.of(windows, blocks, device) for device in {model.device, *(one.device for one in accumulators)}
     }
-    batch, taking = batches[model.device], Taking()
+    batch, status = batches[model.device], BatchStatus()
     try:
         capture_hooks = [
             capture_hook
             for accumulator in accumulators
-            for capture_hook in accumulator.capture_hooks(batches[accumulator.device], taking)
+            for capture_hook in accumulator.capture_hooks(batches[accumulator.device], status)
         ]
         last = capture_pass(model, windows, capture_hooks, last_layer)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        if len(windows) == 1 or len(taking.begun) > len(taking.ended):
+        if len(windows) == 1 or len(status.started) > len(status.finished):
             raise UserError(
                 f"out of memory on {model.device} with {len(windows)} windows of {len(windows[0].tokens)} tokens at once: "
                 "use a smaller --batch-size or --context, or --dtype bfloat16"
@@ -162,14 +165,14 @@ def _read(
         return len(windows)
     if model.device.type == "cuda":
         torch.cuda.empty_cache()
-    half, rest = len(windows) // 2, [accumulator for accumulator in accumulators if accumulator not in taking.ended]
-    size = min(_read(model, corpus, some, rest, last_layer) for some in (windows[:half], windows[half:]))
-    _check_finite(taking.ended, None, batch, model.description["dtype"])
+    half, rest = len(windows) // 2, [accumulator for accumulator in accumulators if accumulator not in status.finished]
+    size = min(_read(model, corpus, part, rest, last_layer) for part in (windows[:half], windows[half:]))
+    _check_finite(status.finished, None, batch, model.description["dtype"])
     return size
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; torch says so of main memory in the words of a RuntimeError only."""
+    """Whether memory ran out; for main memory torch raises a RuntimeError that only its message distinguishes."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
@@ -179,25 +182,25 @@ def _check_finite(
     batch: Batch,
     dtype: str,
 ) -> None:
-    """Refuse a batch in which something overflowed, be it at a position that is not counted or after the last hook."""
+    """UserError if an activation of the batch is NaN or infinite, also at skipped positions and after the last hook."""
     finite = [accumulator.is_finite for accumulator in accumulators]
     if last is not None:
         finite.append(last.flatten(-3, -2)[..., batch.fed.to(last.device), :].isfinite().all())
     device = batch.fed.device
     if not finite or bool(torch.stack([flag.to(device) for flag in finite]).all()):
         return
-    where = [
+    places = [
         f"activations of layer {accumulator.layer}"
         for accumulator, flag in zip(accumulators, finite, strict=False)
         if not flag
     ]
-    where.append("the residual stream after the last layer read")
-    remedy = _REMEDY.get(dtype, "the weights do not bear this text")
+    places.append("the residual stream after the last layer read")
+    remedy = _REMEDY.get(dtype, "the model cannot process this text")
     windows = f"windows {batch.windows[0].index}-{batch.windows[-1].index}"
-    raise UserError(f"{where[0]}: NaN or infinite in {windows}, beyond what {dtype} holds: {remedy}")
+    raise UserError(f"{places[0]}: NaN or infinite in {windows}, beyond what {dtype} holds: {remedy}")
 
 
 def _watched() -> bool:
-    """Whether somebody sees a progress bar: a terminal, or a notebook."""
+    """Whether a progress bar is visible: in a terminal, or in a notebook."""
     ipython = sys.modules.get("IPython")
     return sys.stderr.isatty() or (ipython is not None and ipython.get_ipython() is not None)

@@ -1,22 +1,22 @@
-"""What is captured of a layer while the model runs: a and b of its units, or how tokens are routed to its experts.
+"""The modules at which a layer is captured: a and b of its gated units, or the routing of tokens to its experts.
 
-Everything that is captured has a name, and may be captured at one of several modules of which only one runs in a pass.
+Every captured quantity has a name, and one or several modules, of which exactly one runs in a pass.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from hooks.locating.routing import Routing
 from hooks.locating.sites import Mixture, Site
 
 Extract = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
-"""From what a module was given, by place and by name, and what it gave: what is meant."""
+"""From a module's positional arguments, keyword arguments and output to the captured quantity."""
 
 
 class CapturePoint(NamedTuple):
-    """A module, and how what is captured is taken from it."""
+    """A module, and how the captured quantity is extracted from its arguments or output."""
 
     module: nn.Module
     extract: Extract
@@ -26,9 +26,10 @@ CapturePoints = dict[str, tuple[CapturePoint, ...]]
 
 
 def capture_points_of(layer: Site | Mixture) -> CapturePoints:
-    """Everything that must be captured of a layer before a batch can be taken in, by name.
+    """All capture points of a layer by the name of the quantity.
 
-    Of a site a and b; of a mixture the ``routing``, a and b of its shared expert, and the ``weight`` of that.
+    Of a site ``a`` and ``b``; of a mixture ``routing``, and of its shared expert ``a``, ``b`` and, if there is one for each
+    token, ``weight``.
     """
     if isinstance(layer, Site):
         return {symbol: _pre_activation(layer, symbol) for symbol in "ab"}
@@ -45,11 +46,18 @@ def capture_points_of(layer: Site | Mixture) -> CapturePoints:
 
 
 def input_point(site: Site) -> CapturePoint:
-    """Where x is captured."""
+    """The capture point of x."""
     return CapturePoint(site.projections.gate.module, lambda args, kwargs, output: args[0])
 
 
 def _pre_activation(site: Site, symbol: str) -> tuple[CapturePoint, ...]:
-    tap, others = (site.projections.gate, site.also[0]) if symbol == "a" else (site.projections.up, site.also[1])
-    own = CapturePoint(tap.module, lambda args, kwargs, output: tap.of(output).clone() if site.in_place else tap.of(output))
+    projection, others = (
+        (site.projections.gate, site.bridge_points[0]) if symbol == "a" else (site.projections.up, site.bridge_points[1])
+    )
+    own = CapturePoint(projection.module, lambda args, kwargs, output: _copied_if(site.in_place, projection.of(output)))
     return (own, *(CapturePoint(other, lambda args, kwargs, output: output) for other in others))
+
+
+def _copied_if(in_place: bool, output: Tensor) -> Tensor:
+    """The output, copied if the model overwrites it."""
+    return output.clone() if in_place else output

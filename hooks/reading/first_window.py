@@ -1,4 +1,4 @@
-"""The controls of a run: the layers' own weights on their own inputs of the first window."""
+"""Checks on the first window of the text: the controls of every layer, and the verification once more."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,23 +23,33 @@ from hooks.tolerance import OUTPUT_SLACK, TOLERANCE, relative_error
 def controls_of(
     model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture], seed: int = 0
 ) -> tuple[Check, ...]:
-    """Every control of every layer, of a mixture the worst of its experts: see ``analysis.measures.controls``."""
+    """Every control of every layer, see ``analysis.measures.controls``; of a mixture the worst expert's.
+
+    Args:
+        model: from ``load_model``.
+        corpus: its first window is used.
+        layers: by index.
+        seed: of the controls' random numbers.
+    """
     window = corpus.windows[0]
     points = {(index, name): one for index, layer in layers.items() for name, one in _inputs(layer).items()}
     captured = _captured(model, corpus, points)
-    found: list[Check] = []
+    checks: list[Check] = []
     for index, layer in layers.items():
-        outcomes: dict[str, list[Check]] = {}
+        by_name: dict[str, list[Check]] = {}
         for site, x in _own_inputs(layer, index, captured, window.counted_from):
             wide = torch.promote_types(x.dtype, torch.float32)
             for control in measure_controls(site.gated_mlp().to(wide), x.to(wide), seed):
-                outcomes.setdefault(control.what, []).append(control)
-        found += [replace(worst(controls), layer=index) for controls in outcomes.values()]
-    return tuple(found)
+                by_name.setdefault(control.what, []).append(control)
+        checks += [replace(worst(controls), layer=index) for controls in by_name.values()]
+    return tuple(checks)
 
 
 def verified_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Site | Mixture]) -> tuple[Check, ...]:
-    """What every layer proved on a probe at load, on the first window of the text: a clamp may act only there."""
+    """The largest errors of h = g(a, b) and of the experts' output on the first window of the text.
+
+    They were verified on a probe when the model was loaded; a clamp, for example, may act on real text only.
+    """
     points: dict[tuple[int, str], CapturePoint] = {}
     for index, layer in layers.items():
         points |= {(index, name): some[0] for name, some in capture_points_of(layer).items()}
@@ -65,12 +75,12 @@ def verified_on_text(model: LoadedModel, corpus: Corpus, layers: Mapping[int, Si
 def _captured(
     model: LoadedModel, corpus: Corpus, points: Mapping[tuple[int, str], CapturePoint]
 ) -> dict[tuple[int, str], Any]:
-    """What is captured of some layers on the first window of the text, by layer and name."""
+    """The quantities captured on the first window of the text, by layer and name."""
     captured: dict[tuple[int, str], Any] = {}
 
     def capture(key: tuple[int, str], extract: Extract, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found = extract(args, kwargs, output)
-        captured[key] = found.clone() if isinstance(found, Tensor) else found
+        value = extract(args, kwargs, output)
+        captured[key] = value.clone() if isinstance(value, Tensor) else value
 
     capture_hooks = [CaptureHook(point.module, partial(capture, key, point.extract)) for key, point in points.items()]
     capture_pass(model, [corpus.windows[0]], capture_hooks, last_layer=max(layer for layer, _ in points))
@@ -85,7 +95,7 @@ def _dense(layer: Site | Mixture) -> tuple[Site, ...]:
 
 
 def _inputs(layer: Site | Mixture) -> dict[str, CapturePoint]:
-    """Where the inputs of a layer are captured."""
+    """The capture points of a layer's inputs."""
     if isinstance(layer, Site):
         return {"x": input_point(layer)}
     shared = {} if layer.shared is None else {"x": input_point(layer.shared)}
@@ -95,10 +105,12 @@ def _inputs(layer: Site | Mixture) -> dict[str, CapturePoint]:
 def _own_inputs(
     layer: Site | Mixture, index: int, captured: dict[tuple[int, str], Any], counted_from: int
 ) -> list[tuple[Site, Tensor]]:
-    """Every site of a layer with the counted tokens that reach it, those that any reach."""
+    """Every site of a layer that counted tokens reach, with its inputs at these tokens."""
     if isinstance(layer, Site):
         return [(layer, captured[index, "x"].flatten(0, -2)[counted_from:])]
     routing: Routing = captured[index, "routing"]
     rows = [row[routing.place[row] >= counted_from] for row, _ in routing.by_expert(layer.expert_weights.n_experts)]
-    found = [(site, routing.x[row]) for site, row in zip(layer.routed, rows, strict=True) if len(row)]
-    return found if layer.shared is None else [*found, (layer.shared, captured[index, "x"].flatten(0, -2)[counted_from:])]
+    routed = [(site, routing.x[row]) for site, row in zip(layer.routed, rows, strict=True) if len(row)]
+    if layer.shared is None:
+        return routed
+    return [*routed, (layer.shared, captured[index, "x"].flatten(0, -2)[counted_from:])]

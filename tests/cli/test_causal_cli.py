@@ -103,7 +103,7 @@ def test_ctrl_c_keeps_finished_layers_and_resume_goes_on(
     caplog.clear()
     assert call("analyze", tiny_llama, "--out", tmp_path / "run", "--resume", *options)[0] == 0
     assert steps == [0, 1, 2, 2]
-    assert ["kept from before" in line for line in caplog.messages] == [True, True, False]
+    assert ["already finished" in line for line in caplog.messages] == [True, True, False]
     assert call("analyze", tiny_llama, "--out", tmp_path / "at-once", *options)[0] == 0
     resumed, at_once = (pd.read_csv(tmp_path / name / "causal.csv") for name in ("run", "at-once"))
     numbers = resumed.select_dtypes("number").columns

@@ -93,7 +93,7 @@ def test_models_are_listed_at_once() -> None:
         (["./no/such/dir"], "there is no file or directory ./no/such/dir"),
         (["no-such.gguf"], "there is no file or directory no-such.gguf"),
         (["someone/some-model"], "not cached and the hub cannot be reached"),
-        (["some one/some!model"], "is no hub id"),
+        (["some one/some!model"], "is not a hub id"),
         ([""], "the model's name is empty"),
         (["smollm2-135m", "--revision", "main"], "revisions belong to hub models"),
     ],
@@ -151,7 +151,7 @@ def test_files_that_are_not_whole(copied: Path, tmp_path: Path) -> None:
     file = copied / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[: len(data) // 2])
-    assert "where its header says" in refused("analyze", copied, "--out", tmp_path / "run")
+    assert "but its header says" in refused("analyze", copied, "--out", tmp_path / "run")
     file.write_bytes(data)
     kept = {name: weight for name, weight in load_file(file).items() if "layers.2.mlp" not in name}
     save_file(kept, file, metadata={"format": "pt"})

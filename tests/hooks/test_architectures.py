@@ -89,7 +89,7 @@ def test_the_class_that_reads_a_checkpoint(kind: Any, config: Any, expected: typ
 def test_models_that_no_class_reads(tmp_path: Path) -> None:
     line = refused(saved(Qwen2VLForConditionalGeneration(QWEN), tmp_path / "qwen"))
     assert line.startswith("qwen is Qwen2VLForConditionalGeneration, for which transformers")
-    assert "its text model is described by Qwen2VLTextConfig: save its language model by itself" in line
+    assert "its text model has a Qwen2VLTextConfig: save its language model separately" in line
     assert "lacks 1 weights (lm_head.weight)" in refused(saved(LlamaModel(LlamaConfig(**SHAPE)), tmp_path / "base"))
 
 

@@ -74,36 +74,36 @@ def test_a_shard_that_is_missing_cut_or_of_another_model(sharded: Path) -> None:
     first, *_, last = shards_of(sharded)
     data = last.read_bytes()
     last.unlink()
-    assert f"lacks 1 of the {len(shards_of(sharded)) + 1} shards that {INDEX} names ({last.name})" in refused(sharded)
+    assert f"lacks 1 of the {len(shards_of(sharded)) + 1} shards in {INDEX} ({last.name})" in refused(sharded)
     last.write_bytes(data[:-100])
-    assert f"{last} has {len(data) - 100} bytes where its header says {len(data)}: download it again" in refused(sharded)
+    assert f"{last} has {len(data) - 100} bytes, but its header says {len(data)}: download it again" in refused(sharded)
     last.write_bytes(data + b"more")
-    assert f"has {len(data) + 4} bytes where its header says {len(data)}" in refused(sharded)
+    assert f"has {len(data) + 4} bytes, but its header says {len(data)}" in refused(sharded)
     last.write_bytes(data[:50])
-    assert "is cut short within its header (50 bytes)" in refused(sharded)
+    assert "ends within its header (50 bytes)" in refused(sharded)
     last.write_bytes(b"")
     assert "(0 bytes)" in refused(sharded)
     last.write_bytes(b"<html>not found</html>")
-    assert "is no safetensors file" in refused(sharded)
+    assert "is not a safetensors file" in refused(sharded)
     last.write_bytes((3).to_bytes(8, "little") + b"{{{")
     assert "has no readable header" in refused(sharded)
     last.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    assert "is a git-lfs pointer and not the weights: fetch them with 'git lfs pull'" in refused(sharded)
+    assert "is a git-lfs pointer, not the weights: download them with 'git lfs pull'" in refused(sharded)
     last.write_bytes(first.read_bytes())
-    assert "which model.safetensors.index.json looks for there" in refused(sharded)
+    assert "contrary to model.safetensors.index.json" in refused(sharded)
 
 
 def test_an_index_that_is_none(sharded: Path) -> None:
     for content in ("{", "[]", '{"metadata": {}}', '{"weight_map": 3}'):
         (sharded / INDEX).write_text(content)
-        assert "is no index of shards" in refused(sharded)
+        assert "is not an index of shards" in refused(sharded)
 
 
 def test_a_tensor_in_two_shards(sharded: Path) -> None:
     first, *_, last = shards_of(sharded)
     name, value = next(iter(load_file(first).items()))
     save_file(load_file(last) | {name: value + 1}, last, metadata={"format": "pt"})
-    assert f"{last} holds {name} too" in refused(sharded)
+    assert f"{last} also contains {name}" in refused(sharded)
 
 
 def test_one_file_beside_shards(sharded: Path, tiny_llama: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_directory_with_something_else_than_the_model(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
     assert "has consolidated.safetensors, but no model.safetensors" in refused(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "holds an adapter (adapter_config.json) and no whole model" in refused(tmp_path)
+    assert "contains an adapter (adapter_config.json), not a full model" in refused(tmp_path)
 
 
 def test_of_a_hub_model_no_second_copy_is_fetched(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_a_hub_model_that_cannot_be_read_is_not_downloaded(monkeypatch: pytest.M
     info = SimpleNamespace(sha="abc", siblings=[], config={"quantization_config": {"quant_method": "gptq", "bits": 4}})
     monkeypatch.setattr(sources, "HfApi", lambda: SimpleNamespace(model_info=lambda *_, **__: info))
     monkeypatch.setattr(sources, "snapshot_download", lambda *_, **__: pytest.fail("downloaded"))
-    with pytest.raises(UserError, match="org/name is quantized with gptq, which is not read here"):
+    with pytest.raises(UserError, match="org/name is quantized with gptq, which is not supported"):
         locate("org/name", None, trust_remote_code=False)
 
 

@@ -16,7 +16,7 @@ from hooks.corpus import Corpus
 from hooks.locating.sites import Mixture, Site
 from hooks.models import LoadedModel
 from hooks.reading.accumulators import parts_of
-from hooks.reading.batches import ActivationAccumulator, Taking
+from hooks.reading.batches import ActivationAccumulator, BatchStatus
 from hooks.reading.capture import capture_pass
 from reports.tables import layers_table, tables_of
 from tests.helpers.catalogue import BEGIN, END, table, written
@@ -61,7 +61,7 @@ def heard_by_us(model: LoadedModel) -> dict[int, Heard]:
         [
             capture_hook
             for accumulator in accumulators.values()
-            for capture_hook in accumulator.capture_hooks(batch, Taking())
+            for capture_hook in accumulator.capture_hooks(batch, BatchStatus())
         ],
         max(layers),
     )
@@ -150,7 +150,11 @@ def test_what_stands_behind_a_window_changes_nothing(families: Families, name: s
         capture_pass(
             model,
             windows,
-            [capture_hook for accumulator in accumulators for capture_hook in accumulator.capture_hooks(batch, Taking())],
+            [
+                capture_hook
+                for accumulator in accumulators
+                for capture_hook in accumulator.capture_hooks(batch, BatchStatus())
+            ],
             layers,
         )
         length = len(windows[-1].tokens)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from analysis.errors import UserError
 from analysis.theory.conversions import absorbed_biases, extended
 from hooks.collect import analyze
-from hooks.loading.network import blocks_of, run_whole
+from hooks.loading.network import blocks_of, run_network
 from hooks.locating.expected import Expected, VerificationError
 from hooks.locating.expert_weights import fused_experts_of
 from hooks.locating.norm_gains import NOT_VERIFIED, NOTHING_AFTER, NOTHING_BEFORE
@@ -146,7 +146,7 @@ def seen_in(model: nn.Module, layer: int) -> Recording:
 
     with ExitStack() as stack, torch.no_grad():
         record(blocks_of(model, model.config.num_hidden_layers)[layer], keep, stack)
-        run_whole(model, TOKENS)
+        run_network(model, TOKENS)
     return found[0]
 
 
@@ -174,7 +174,7 @@ def test_experts_one_under_the_other_are_parted_and_told_apart() -> None:
             mixtures.verified_unit(1, expert_weights, recording)
             proved.append(
                 (
-                    expert_weights.where,
+                    expert_weights.path,
                     expert_weights.gate.name,
                     expert_weights.up.name,
                     expert_weights.down.name,
@@ -217,7 +217,7 @@ def test_what_is_applied_to_the_routed_experts_alone_is_theirs(families: Familie
     plain.model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output + 0.1 * inputs[0])
     found = find_sites(plain, TOKENS)
     assert list(found.mixtures) == [2]
-    assert "its experts do not make up what the layer gives, off by" in found.skipped[1]
+    assert "its experts do not add up to the layer's output, off by" in found.skipped[1]
 
 
 def test_a_router_taken_for_a_gate_is_caught() -> None:
@@ -282,9 +282,9 @@ def test_a_mixture_that_does_anything_else_is_refused() -> None:
     def other_weights(mlp: nn.Module) -> None:
         mlp.experts.register_forward_hook(lambda module, inputs, output: output * inputs[2].square().sum(-1, keepdim=True))
 
-    assert "what its experts give is not Σ r·g(a, b) v for any known g (nearest silu" in of_mixtral(other_unit)
-    assert "its experts do not make up what the layer gives, off by" in of_mixtral(more)
-    assert "what its experts give is not Σ r·g(a, b) v" in of_mixtral(other_weights)
+    assert "the output of its experts is not Σ r·g(a, b) v for any known g (nearest silu" in of_mixtral(other_unit)
+    assert "its experts do not add up to the layer's output, off by" in of_mixtral(more)
+    assert "the output of its experts is not Σ r·g(a, b) v" in of_mixtral(other_weights)
 
 
 def test_a_shared_experts_weight_must_be_found() -> None:
@@ -295,7 +295,7 @@ def test_a_shared_experts_weight_must_be_found() -> None:
     mlp.shared_expert.register_forward_hook(lambda module, inputs, output: output * inputs[0].abs().mean(-1, keepdim=True))
     found = find_sites(model, TOKENS)
     assert list(found.mixtures) == [0, 2]
-    assert "its shared expert has a weight for every token, and nothing that gives it was found" in found.skipped[1]
+    assert "its shared expert has a weight for every token, which no module of the block computes" in found.skipped[1]
 
 
 @pytest.mark.parametrize("family", UNGATED)
@@ -371,12 +371,12 @@ def test_modules_of_several_layers_are_refused() -> None:
         setattr(model.model.layers[2], shared, getattr(model.model.layers[0], shared))
         found = find_sites(model, TOKENS)
         assert [*found.sites, *found.mixtures] == [1]
-        assert {found.skipped[layer] for layer in (0, 2)} == {"its projections belong to another layer too"}
+        assert {found.skipped[layer] for layer in (0, 2)} == {"its projections also belong to another layer"}
     model = tiny_model("llama")
     model.model.layers[2] = model.model.layers[0]
     found = find_sites(model, TOKENS)
     assert list(found.sites) == [1]
-    assert "its block is that of another layer too" in found.skipped[2]
+    assert "its block is also that of another layer" in found.skipped[2]
     model = tiny_model("mixtral")
     mlp = model.model.layers[1].mlp
     model.model.layers[1].mlp = Twice(mlp)
@@ -411,7 +411,7 @@ def test_experts_that_the_probe_does_not_reach_are_proved_too() -> None:
     router.register_forward_hook(lambda _, x, out: (out[0], out[1], out[2].clamp(max=2)))
     found = find_sites(model, TOKENS)
     assert all(int(index.max()) < 3 for index in called[:1])
-    assert "an expert that the probe did not reach gives something else" in found.skipped[1]
+    assert "an expert that the probe did not reach is off by" in found.skipped[1]
 
 
 def test_a_layers_own_limit_is_tried_before_the_unit_of_the_last_layer() -> None:
@@ -426,7 +426,7 @@ def test_a_layers_own_limit_is_tried_before_the_unit_of_the_last_layer() -> None
 def test_two_modules_of_experts_in_one_block_are_refused() -> None:
     model = tiny_model("mixtral")
     model.model.layers[1].mlp.more = copy.deepcopy(model.model.layers[1].mlp.experts)
-    assert "it has 2 modules of experts side by side" in find_sites(model, TOKENS).skipped[1]
+    assert "it has 2 modules of experts in parallel" in find_sites(model, TOKENS).skipped[1]
 
 
 def test_a_factor_that_a_norm_has_in_its_code_belongs_to_its_gain() -> None:

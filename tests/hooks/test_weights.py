@@ -16,9 +16,10 @@ from hooks.causal import measure_causal
 from hooks.collect import analyze
 from hooks.loading import devices as weights
 from hooks.loading.checkpoint import SINGLE
-from hooks.loading.devices import SPREAD, in_precision, is_spread, place_of, spreading, weights_of
+from hooks.loading.devices import SPREAD, device_of, in_precision, is_spread, spread_options, weights_of
+from hooks.loading.prepare import resolve_device
 from hooks.loading.sources import load_files, locate
-from hooks.models import load_model, resolve_device
+from hooks.models import load_model
 from hooks.neuron import inspect_neuron
 from hooks.patching.interventions import acting
 from reports.tables import layers_table
@@ -54,7 +55,7 @@ def test_weights_on_disk_are_fetched(precision: torch.dtype, tiny_llama: Path, t
     assert set(mlp) == {"gate_proj.weight", "up_proj.weight", "down_proj.weight"}
     assert torch.equal(mlp["up_proj.weight"], stored["model.layers.2.mlp.up_proj.weight"].to(precision))
     assert weights_of(model.model.layers[2].mlp, inside=False) == {}
-    assert place_of(model.model.layers[1]) == torch.device("cpu")
+    assert device_of(model.model.layers[1]) == torch.device("cpu")
 
 
 def test_a_pass_through_a_spread_model_is_that_of_the_model(tiny_llama: Path, tmp_path: Path) -> None:
@@ -76,10 +77,10 @@ def test_weights_in_memory_are_the_models_own(tiny_llama: Path) -> None:
 def test_weights_that_are_nowhere(tiny_llama: Path, tmp_path: Path) -> None:
     with torch.device("meta"):
         lost = torch.nn.Linear(2, 3)
-    with pytest.raises(ValueError, match="nothing knows where its numbers are"):
+    with pytest.raises(ValueError, match="its values are not known"):
         weights_of(lost)
-    with pytest.raises(ValueError, match="computes wherever its input is"):
-        place_of(torch.nn.SiLU())
+    with pytest.raises(ValueError, match="has no device of its own"):
+        device_of(torch.nn.SiLU())
 
 
 def test_several_hooks_in_a_row(tiny_llama: Path, tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_spread_is_refused_where_it_cannot_be(tiny_llama: Path, tmp_path: Path, 
         resolve_device("spreads")
     monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs accelerate, which is not installed: pip install 'accelerate>=1.1'"):
-        spreading()
+        spread_options()
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen2_moe"])
@@ -140,7 +141,7 @@ def test_a_model_that_is_spread_is_read_like_one_in_memory(
     directory = save_tiny(family, tmp_path / "model")
     whole = load_model(str(directory), device="cpu")
     places = {"device_map": PLACES, "offload_folder": str(tmp_path / "folder")}
-    monkeypatch.setattr("hooks.loading.sources.spreading", lambda: places)
+    monkeypatch.setattr("hooks.loading.sources.spread_options", lambda: places)
     spread = load_model(str(directory), device=SPREAD)
     assert spread.bridge is None
     assert all(check.passed for check in spread.acceptance)
@@ -162,7 +163,7 @@ def test_a_model_that_is_spread_is_read_like_one_in_memory(
     away = [name for name, weight in spread.hf_model.named_parameters() if weight.is_meta]
     assert any("layers.1.mlp" in name for name in away)
     if family == "llama":
-        with pytest.raises(UserError, match="weights of layer 1 are kept elsewhere"), acting(spread, {1: Exchange()}):
+        with pytest.raises(UserError, match="weights of layer 1 are offloaded"), acting(spread, {1: Exchange()}):
             pass
 
 
@@ -176,7 +177,7 @@ def test_a_dequantized_model_is_spread_too(tmp_path: Path, monkeypatch: pytest.M
     source = locate(str(directory), None, trust_remote_code=False)
     whole, _ = load_files(source, torch.float32, trust_remote_code=False)
     places = {"device_map": PLACES, "offload_folder": str(tmp_path / "folder")}
-    monkeypatch.setattr("hooks.loading.sources.spreading", lambda: places)
+    monkeypatch.setattr("hooks.loading.sources.spread_options", lambda: places)
     model, _ = load_files(source, torch.float32, trust_remote_code=False, spread=True)
     assert is_spread(model)
     for name, weight in weights_of(model).items():
