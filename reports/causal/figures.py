@@ -84,11 +84,11 @@ def cumulative_cost(table: pd.DataFrame, ax: Axes, series: str) -> Axes:
     return ax
 
 
-def draw_causal(table: pd.DataFrame, singly: pd.DataFrame | None) -> dict[str, Figure]:
+def draw_causal(table: pd.DataFrame, single_neurons: pd.DataFrame | None) -> dict[str, Figure]:
     """Every figure that the table has the columns for, by file name without its ending."""
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"):
         figures = _exact_figures(table) if "kl" in table else {}
-        scatters = [*_layer_scatters(table), *_neuron_scatters(singly)]
+        scatters = [*_layer_scatters(table), *_neuron_scatters(single_neurons)]
         if scatters:
             figures["causal_attribution"] = _grid(scatters)
     return figures
@@ -113,10 +113,10 @@ def _layer_scatters(table: pd.DataFrame) -> Iterator[Draw]:
             yield _scatter(rows["attribution"], rows["dce"], f"{edit}, one point a layer")
 
 
-def _neuron_scatters(singly: pd.DataFrame | None) -> Iterator[Draw]:
-    if singly is not None:
+def _neuron_scatters(single_neurons: pd.DataFrame | None) -> Iterator[Draw]:
+    if single_neurons is not None:
         for largest, name in ((True, "largest attributions"), (False, "at random")):
-            rows = singly[singly["largest"] == largest]
+            rows = single_neurons[single_neurons["largest"] == largest]
             yield _scatter(rows["predicted"], rows["exact"], f"single neurons, {name}")
 
 

@@ -22,6 +22,7 @@ from analysis.causal.costs import (
     rank_correlation,
 )
 from analysis.causal.edits import scale_of
+from analysis.storage.files import AGREEMENT, COSTS, COSTS_BY_NEURON, REPLACEABLE
 from reports.tables import Tables
 
 REPLACEMENTS = ("bilinear", "relu-limit")
@@ -47,26 +48,25 @@ class CausalTables:
         costs: one row per layer, edit and choice of positions.
         neurons: attributions by neuron, None without them.
         replaceable: what can be replaced for less than ε nats.
-        singly: the neurons edited one by one, None without them.
+        single_neurons: the neurons edited one by one, None without them.
         agreement: rank correlations of attribution and exact cost; empty unless both were measured.
     """
 
     costs: pd.DataFrame
     neurons: pd.DataFrame | None
     replaceable: pd.DataFrame
-    singly: pd.DataFrame | None
+    single_neurons: pd.DataFrame | None
     agreement: pd.DataFrame
 
     @classmethod
     def of(cls, causal: Causal, tables: Tables) -> "CausalTables":
         costs = causal_table(causal, tables.layers, tables.curves)
         neurons = None if causal.attribution is None else neuron_columns(causal.attribution)
-        singly = (
-            None
-            if causal.single_neurons is None
-            else _with_experts(single_neuron_table(causal.single_neurons), tables.neurons)
+        single = causal.single_neurons
+        single_neurons = None if single is None else _with_experts(single_neuron_table(single), tables.neurons)
+        return cls(
+            costs, neurons, replaceable_table(costs, neurons), single_neurons, agreement_table(costs, single_neurons)
         )
-        return cls(costs, neurons, replaceable_table(costs, neurons), singly, agreement_table(costs, singly))
 
     def joined_to(self, tables: Tables) -> Tables:
         """The run's tables with the columns of costs beside them."""
@@ -80,10 +80,15 @@ class CausalTables:
 
     def write(self, folder: Path) -> None:
         """Write ``causal.csv`` and what goes with it."""
-        parts = {"": self.costs, "_replaceable": self.replaceable, "_neurons": self.singly, "_agreement": self.agreement}
-        for ending, table in parts.items():
+        tables = {
+            COSTS: self.costs,
+            REPLACEABLE: self.replaceable,
+            COSTS_BY_NEURON: self.single_neurons,
+            AGREEMENT: self.agreement,
+        }
+        for name, table in tables.items():
             if table is not None and len(table):
-                table.to_csv(folder / f"causal{ending}.csv", index=False)
+                table.to_csv(folder / name, index=False)
 
 
 def _placed(neurons: pd.DataFrame) -> pd.DataFrame:
@@ -199,17 +204,17 @@ def single_neuron_table(found: SingleNeurons) -> pd.DataFrame:
     return pd.DataFrame({name: getattr(found, name).numpy() for name in names})
 
 
-def agreement_table(table: pd.DataFrame, singly: pd.DataFrame | None) -> pd.DataFrame:
+def agreement_table(table: pd.DataFrame, single_neurons: pd.DataFrame | None) -> pd.DataFrame:
     """Rank correlation of attribution and exact ΔCE: over layers for each edit, then over single neurons."""
     rows = []
     if {"dce", "attribution"} <= set(table):
         for edit, group in table[table["positions"] == "counted"].groupby("edit", sort=False):
             rows.append(_agreement(f"layers, {edit}", group["attribution"], group["dce"]))
-    if singly is not None:
+    if single_neurons is not None:
         for largest, name in ((True, "neurons of the largest attribution"), (False, "neurons at random")):
-            group = singly[singly["largest"] == largest]
+            group = single_neurons[single_neurons["largest"] == largest]
             rows.append(_agreement(name, group["predicted"], group["exact"]))
-        for layer, group in singly.groupby("layer"):
+        for layer, group in single_neurons.groupby("layer"):
             if len(group) >= 5:
                 rows.append(_agreement(f"neurons of layer {layer}", group["predicted"], group["exact"]))
     return pd.DataFrame(rows)

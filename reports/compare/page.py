@@ -6,17 +6,16 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from analysis.storage.directory import staged
+from analysis.storage.files import COMPARISON_PAGE, COMPARISON_TABLE
+from analysis.storage.staged_writes import staged
 from reports.compare.figures import draw_comparison
 from reports.compare.tables import TOLD, Comparison, by_third, difference_numbers, verdict, warnings
-from reports.directory import DPI
 from reports.html.render import render
 from reports.run.definitions import DEFINITIONS, LIMITS, NOTATION
 from reports.run.document import files_of, records, to_json
-from reports.run.figures import MAIN_MEASURES
+from reports.run.figures import DPI, MAIN_MEASURES, save_figures
 from reports.run.page import provenance, shown_figures
 
-PAGE, TABLE = "compare.html", "compare.csv"
 CAPTIONS = {
     "depth": (
         "Over relative depth",
@@ -33,11 +32,9 @@ def write_comparison(comparison: Comparison, directory: Path, force: bool = Fals
     """Write compare.csv, compare.html and figures; all of them or nothing."""
     figures = draw_comparison(comparison)
     with staged(directory, force) as folder:
-        comparison.table.drop(columns="value_reach").to_csv(folder / TABLE, index=False)
-        (folder / "figures").mkdir()
-        for name, figure in figures.items():
-            figure.savefig(folder / "figures" / f"{name}.png", dpi=DPI)
-        (folder / PAGE).write_text(comparison_html(comparison, figures), encoding="utf-8")
+        comparison.table.drop(columns="value_reach").to_csv(folder / COMPARISON_TABLE, index=False)
+        save_figures(figures, folder, DPI)
+        (folder / COMPARISON_PAGE).write_text(comparison_html(comparison, figures), encoding="utf-8")
 
 
 def comparison_html(comparison: Comparison, figures: dict[str, Figure]) -> str:
@@ -81,7 +78,7 @@ def comparison_json(comparison: Comparison, directory: Path) -> str:
         "remarks": list(warnings(comparison)),
         "layers": records(comparison.table.drop(columns="value_reach")),
         "directory": str(directory),
-        "files": files_of(directory, (TABLE, PAGE)),
+        "files": files_of(directory, (COMPARISON_TABLE, COMPARISON_PAGE)),
     }
     return to_json(document)
 

@@ -16,23 +16,9 @@ from reports.findings.activations import activation_tables
 from reports.findings.causal import causal_tables
 from reports.findings.figure import draw_families
 from reports.findings.runs import found_in
+from reports.markdown import written_into
 
 DPI = 120
-
-
-def marks(part: str) -> tuple[str, str]:
-    """What a part of the file stands between."""
-    return f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
-
-
-def written_into(text: str, part: str, tables: str) -> str:
-    """The text with the tables between the marks of that part; UserError if it has none."""
-    begin, end = marks(part)
-    before, begun, rest = text.partition(begin)
-    _, ended, after = rest.partition(end)
-    if not begun or not ended:
-        raise UserError(f"the file has no marks {begin} and {end}: put them where the tables belong")
-    return f"{before}{begin}\n\n{tables}\n\n{end}{after}"
 
 
 def main(arguments: Sequence[str]) -> None:

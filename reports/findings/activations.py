@@ -11,8 +11,8 @@ import pandas as pd
 
 from analysis.causal.costs import rank_correlation
 from reports.causal.tables import ASYMMETRIES
-from reports.findings.markdown import markdown, short
 from reports.findings.runs import QUADRANTS, UNEXPLAINED, ModelRuns, cost_per_asymmetry, energy_by_quadrant
+from reports.markdown import markdown, short
 from reports.run.figures import alpha_label, interval
 from reports.run.summary import CHANCE_WORDS, FEW_NEURONS, against_chance
 
@@ -174,9 +174,11 @@ def _heaviest(found: Sequence[ModelRuns]) -> str:
 
 def _cost_alone(one: ModelRuns, row: dict[Any, Any]) -> str:
     """What exchanging this neuron as stored cost; a dash where it was not among those exchanged one by one."""
-    if one.singly is None:
+    if one.single_neurons is None:
         return "–"
-    alone = one.singly[(one.singly["layer"] == row["layer"]) & (one.singly["neuron"] == row["neuron"])]
+    alone = one.single_neurons[
+        (one.single_neurons["layer"] == row["layer"]) & (one.single_neurons["neuron"] == row["neuron"])
+    ]
     return f"{alone['exact'].iloc[0]:+.3f}".replace("-", "−") if len(alone) else "–"
 
 

@@ -9,8 +9,8 @@ import pandas as pd
 
 from analysis.causal.costs import Causal
 from analysis.errors import UserError
-from analysis.storage.directory import RUN_FILE
-from reports.findings.markdown import markdown, short
+from analysis.storage.files import AGREEMENT, COSTS, REPLACEABLE, RUN_FILE
+from reports.markdown import markdown, short
 
 N_DEPTHS = 6
 """About so many depths are shown of each cumulative series; ``causal.csv`` has all."""
@@ -24,7 +24,7 @@ def causal_tables(directory: Path) -> Iterator[str]:
         raise UserError(f"{directory} has no exact sweep: analyze with --causal exact or both")
     document = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
     model, sweep = document["model"], causal.sweep
-    table = pd.read_csv(directory / "causal.csv")
+    table = pd.read_csv(directory / COSTS)
     counted, everywhere = (table[table["positions"] == positions] for positions in ("counted", "all"))
     effort, base = sweep.effort(), float(sweep.base.sum() / sweep.n_tokens.sum())
     yield f"### {model['name']}"
@@ -47,10 +47,10 @@ def causal_tables(directory: Path) -> Iterator[str]:
     yield "**Layers edited together, counted positions: KL, nats per token.**"
     yield _together(counted)
     yield "**Whole layers that can be replaced (KL plus two standard errors below ε), and neurons to first order.**"
-    yield _replaceable(pd.read_csv(directory / "causal_replaceable.csv"))
-    if (directory / "causal_agreement.csv").exists():
+    yield _replaceable(pd.read_csv(directory / REPLACEABLE))
+    if (directory / AGREEMENT).exists():
         yield "**Attribution against exact ΔCE.**"
-        yield _agreement(pd.read_csv(directory / "causal_agreement.csv"))
+        yield _agreement(pd.read_csv(directory / AGREEMENT))
 
 
 def _by_layer(table: pd.DataFrame, cell: Callable[[Row], str]) -> str:

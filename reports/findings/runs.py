@@ -10,7 +10,7 @@ import pandas as pd
 
 from analysis.errors import UserError
 from analysis.run import Run
-from analysis.storage.directory import RUN_FILE
+from analysis.storage.files import COSTS, COSTS_BY_NEURON, CURVES, LAYERS, NEURONS, RUN_FILE
 from reports.causal.tables import ASYMMETRIES
 
 QUADRANTS = {"pp": "a > 0, b > 0", "pn": "a > 0, b ≤ 0", "np": "a ≤ 0, b > 0", "nn": "a ≤ 0, b ≤ 0"}
@@ -28,7 +28,7 @@ class ModelRuns:
         heaviest: the neuron that weighs most in each layer's balanced exchange.
         first: the table of layers when the first position was counted too; None if not measured.
         costs: costs of edits on counted positions; None if not measured.
-        singly: neurons that were exchanged one by one; None if none were.
+        single_neurons: neurons that were exchanged one by one; None if none were.
     """
 
     document: dict[str, Any]
@@ -38,7 +38,7 @@ class ModelRuns:
     heaviest: pd.DataFrame
     first: pd.DataFrame | None = None
     costs: pd.DataFrame | None = None
-    singly: pd.DataFrame | None = None
+    single_neurons: pd.DataFrame | None = None
 
     @property
     def name(self) -> str:
@@ -104,35 +104,35 @@ def heaviest_neurons(run: Run, neurons: pd.DataFrame) -> pd.DataFrame:
 
 
 def _found(directory: Path, document: dict[str, Any], first: Path | None, costs: Path | None) -> ModelRuns:
-    layers = pd.read_csv(directory / "layers.csv")
+    layers = pd.read_csv(directory / LAYERS)
     if "exchange_balanced_null_random" not in layers:
         raise UserError(f"{directory} has no null of random weights: analyze with --null random-init")
-    neurons = pd.read_parquet(directory / "neurons.parquet")
+    neurons = pd.read_parquet(directory / NEURONS)
     return ModelRuns(
         document,
         layers,
-        pd.read_csv(directory / "curves.csv"),
+        pd.read_csv(directory / CURVES),
         neurons,
         heaviest_neurons(Run.load(directory), neurons),
-        None if first is None else pd.read_csv(first / "layers.csv"),
+        None if first is None else pd.read_csv(first / LAYERS),
         None if costs is None else _costs(costs),
-        None if costs is None else _singly(costs),
+        None if costs is None else _single_neurons(costs),
     )
 
 
 def _costs(directory: Path) -> pd.DataFrame:
     """Costs on counted positions; UserError if no sweep measured any."""
-    file = directory / "causal.csv"
+    file = directory / COSTS
     table = pd.read_csv(file) if file.is_file() else pd.DataFrame()
     if "kl" not in table:
         raise UserError(f"{directory} has no exact sweep: analyze with --causal exact or both")
     return table[table["positions"] == "counted"]
 
 
-def _singly(directory: Path) -> pd.DataFrame | None:
+def _single_neurons(directory: Path) -> pd.DataFrame | None:
     """What exchanging single neurons cost, where exchange is the first of the edits: that is the one made one by one."""
-    file = directory / "causal_neurons.csv"
-    first = pd.read_csv(directory / "causal.csv", nrows=1)["edit"].item()
+    file = directory / COSTS_BY_NEURON
+    first = pd.read_csv(directory / COSTS, nrows=1)["edit"].item()
     return pd.read_csv(file) if file.is_file() and first == "exchange" else None
 
 

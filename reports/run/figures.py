@@ -4,6 +4,7 @@ They are drawn on plain Figure objects, never through pyplot, so they need no di
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,9 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from analysis.measures.jackknife import t95
+from analysis.storage.files import FIGURES
 from analysis.weights.experts import SHARED
 from reports.tables import Tables
 
+DPI = 200
 PALETTE = sns.color_palette("colorblind")
 POOLED, TOKENS, GAUSSIAN, REPAIRED, RANDOM = (PALETTE[i] for i in (0, 1, 7, 4, 2))
 
@@ -159,6 +162,13 @@ def draw_all(tables: Tables) -> dict[str, Figure]:
         if tables.experts is not None and tables.experts["exchange_balanced"].notna().any():
             figures["experts"] = _experts_figure(tables.experts)
         return figures
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path, dpi: int) -> None:
+    """Save every figure as ``figures/NAME.png`` in an existing folder."""
+    (folder / FIGURES).mkdir()
+    for name, figure in figures.items():
+        figure.savefig(folder / FIGURES / f"{name}.png", dpi=dpi)
 
 
 def _single(draw: Callable[[Axes], Axes], height: float = 4.0) -> Figure:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from analysis.measures.estimates import FEW_EXPERT_TOKENS
 from analysis.run import Run
 from analysis.weights.experts import expert_name, neuron_name
-from reports.html.payload import packed
+from reports.html.packed_table import packed
 from reports.html.render import inline_svg, render
 from reports.run.definitions import (
     CAUSAL,

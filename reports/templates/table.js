@@ -35,7 +35,7 @@ function sortRows(table, column, sign) {
   body.append(...keyed.map(([, row]) => row));
 }
 
-/** The columns of a packed table, by name: see reports/html/payload.py. */
+/** The columns of a packed table, by name: see reports/html/packed_table.py. */
 async function unpack(header, text) {
   const packed = atob(text.trim());
   const bytes = new Uint8Array(packed.length);

@@ -10,7 +10,8 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from analysis.storage.directory import staged
+from analysis.storage.files import CLAIMS, FIGURES, SIZES, THEOREMS, THEORY_FIGURE
+from analysis.storage.staged_writes import staged
 from analysis.theory.claims import Claim, Theorem, claims, theorems
 from analysis.theory.gated import FAMILY
 from analysis.theory.properties import Outcome
@@ -81,11 +82,11 @@ def print_theory(theory: Theory, console: Console) -> None:
 def write_theory(theory: Theory, units: dict[str, Unit], directory: Path, force: bool = False) -> None:
     """Write theory.csv, theorems.csv, sizes.csv and figures/theory.png; all of them or nothing."""
     with staged(directory, force) as folder:
-        theory.claims.to_csv(folder / "theory.csv", index=False)
-        theory.theorems.to_csv(folder / "theorems.csv", index=False)
-        theory.sizes.to_csv(folder / "sizes.csv", index=False)
-        (folder / "figures").mkdir()
-        units_figure(units).savefig(folder / "figures" / "theory.png", dpi=DPI)
+        theory.claims.to_csv(folder / CLAIMS, index=False)
+        theory.theorems.to_csv(folder / THEOREMS, index=False)
+        theory.sizes.to_csv(folder / SIZES, index=False)
+        (folder / FIGURES).mkdir()
+        units_figure(units).savefig(folder / FIGURES / THEORY_FIGURE, dpi=DPI)
 
 
 def _claim_row(claim: Claim) -> dict[str, object]:

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from analysis.causal.costs import CONTROL_LIMIT
-from analysis.storage.directory import PROGRESS
+from analysis.storage.files import PROGRESS
 from hooks.models import LoadedModel, load_model
 from hooks.patching.sweep import _Steps
 from tests.cli.test_cli import QUICK, call, refused
@@ -69,7 +69,7 @@ def test_attribution_is_what_comes_by_itself(tiny_llama: Path, same_model: Loade
     (tmp_path / "run" / "causal.safetensors").rename(tmp_path / "elsewhere")
     code, _, err = call("report", tmp_path / "run")
     assert (code, err.count("\n")) == (2, 1)
-    assert "has costs of edits but no causal.safetensors" in err
+    assert "has causal.csv but not causal.safetensors" in err
     assert (tmp_path / "run" / "causal.csv").exists()
     assert "kl_exchange" not in layers
     assert call("analyze", tiny_llama, "--out", tmp_path / "run", "--causal", "none", *QUICK)[0] == 0

@@ -19,10 +19,11 @@ from hooks.causal import measure_causal
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from reports.directory import write_directory
-from reports.findings.__main__ import main, marks, written_into
+from reports.findings.__main__ import main
 from reports.findings.activations import activation_tables, excess_beyond
 from reports.findings.figure import draw_families
 from reports.findings.runs import ModelRuns, cost_per_asymmetry, energy_by_quadrant, found_in, heaviest_neurons
+from reports.markdown import marks, written_into
 from reports.run.summary import against_chance
 from tests.helpers.tiny import save_tiny
 
@@ -226,14 +227,14 @@ def test_the_heaviest_neuron_is_that_of_a_plain_loop(root: Path, found: list[Mod
 
 def test_layers_that_few_neurons_make_are_listed_with_what_the_neuron_costs(found: list[ModelRuns]) -> None:
     """Planted: layer 1 is made by one neuron, which was exchanged alone; layer 0 by two, of which none was."""
-    singly = pd.DataFrame({"layer": [1, 1, 2], "neuron": [3, 7, 7], "exact": [-0.25, 0.5, 0.75]})
+    single_neurons = pd.DataFrame({"layer": [1, 1, 2], "neuron": [3, 7, 7], "exact": [-0.25, 0.5, 0.75]})
     layers = found[0].layers.assign(effective_neurons=[2.0, 1.0, 9.0])
     heaviest = found[0].heaviest.assign(neuron=[7, 7, 7])
-    one = replace(found[0], layers=layers, heaviest=heaviest, singly=singly)
+    one = replace(found[0], layers=layers, heaviest=heaviest, single_neurons=single_neurons)
     summary, table = list(activation_tables([one]))[1], list(activation_tables([one]))[-3]
     assert [(row[1], row[-1]) for row in tables_in(table)[0][1:]] == [("0:7", "–"), ("1:7", "+0.500")]
     assert "| layers made by fewer than 5 neurons | 0, 1 |" in summary
-    table = list(activation_tables([replace(one, singly=None)]))[-3]
+    table = list(activation_tables([replace(one, single_neurons=None)]))[-3]
     assert [row[-1] for row in tables_in(table)[0][1:]] == ["–", "–"]
 
 

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from analysis.run import Run
 from hooks.collect import analyze
 from hooks.models import LoadedModel
-from reports.html.payload import packed, rounded
+from reports.html.packed_table import packed, rounded
 from reports.html.render import inline_svg, number, prose, standard_error, token, visible
 from reports.run.definitions import CAUSAL, EXTREME_COLUMNS, LAYER_COLUMNS, NEURON_COLUMNS
 from reports.run.figures import draw_all

@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from analysis.errors import UserError
 from analysis.measures.estimates import FEW_EXPERT_TOKENS
-from analysis.run import MOMENTS_FILE, Layer, Run
+from analysis.run import Layer, Run
+from analysis.storage.files import EXPERTS, MOMENTS_FILE
 from analysis.storage.hashing import sha256_of
 from analysis.weights.experts import SHARED
 from hooks.collect import analyze
 from hooks.models import LoadedModel
 from reports.causal.tables import CausalTables
-from reports.directory import EXPERTS, write_directory
+from reports.directory import write_directory
 from reports.run.definitions import EXPERT_COLUMNS
 from reports.run.document import summary_json
 from reports.run.figures import draw_all
