@@ -13,33 +13,20 @@ from analysis.errors import UserError
 from analysis.measures import asymmetry as measures
 from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE
 from analysis.neuron import NeuronRecord
+from analysis.storage.files import NEURONS
 from analysis.sums.layout import QUADRANTS, scaling_name
+from reports.columns import meanings
 from reports.html.render import standard_error
 
-WEIGHTS = {
-    "norm_q": "‖q‖, norm gain folded",
-    "norm_k": "‖k‖, norm gain folded",
-    "norm_v": "‖v‖",
-    "cos_qk": "cosine of q and k",
-    "cos_qv": "cosine of q and v",
-    "cos_kv": "cosine of k and v",
-    "score": "‖q‖‖k‖‖v‖, the same for every k → βk, v → v/β",
-}
-MEASURES = {
-    "exchange": "asymmetry under a ↔ b, as stored",
-    "exchange_balanced": "the same with k brought to the length and side of q",
-    "scaling_half": "asymmetry under (a/2, 2b)",
-    "scaling_double": "asymmetry under (2a, b/2)",
-    "scaling_flip": "asymmetry under (−a, −b)",
-    "euler_residual": "break of infinitesimal scaling",
-    "placement": "asymmetry of σ(a)b and σ(ab)",
-    "bilinear_share": "share of its energy that c·ab explains",
-    "bilinear_coef": "that c",
-    "energy_share": "share of its layer's energy",
-    "gate_positive": "share of tokens with a > 0",
-    "corr_ab": "correlation of a and b",
-}
-"""Numbers of a neuron that stand beside the distribution of its layer, with a word on each."""
+WEIGHTS = meanings(NEURONS, "norm_q norm_k norm_v cos_qk cos_qv cos_kv score".split())
+MEASURES = meanings(
+    NEURONS,
+    (
+        "exchange exchange_balanced scaling_half scaling_double scaling_flip euler_residual placement bilinear_share "
+        "bilinear_coef energy_share gate_positive corr_ab"
+    ).split(),
+)
+"""Numbers of a neuron that are shown with their distribution over its layer."""
 SIGNS = {"pp": "a > 0, b > 0", "pn": "a > 0, b ≤ 0", "np": "a ≤ 0, b > 0", "nn": "a ≤ 0, b ≤ 0"}
 BINS = 25
 LONG_TAILED = 30

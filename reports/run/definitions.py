@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from analysis.storage.files import EXPERTS, EXTREMES, LAYERS, NEURONS
+from reports.columns import meanings
+
 
 @dataclass(frozen=True)
 class Definition:
@@ -144,83 +147,36 @@ LIMITS = (
     "Asymmetries are statements about activations, not about loss: a large one need not matter to the model. Errors are "
     "those of this text. Weights that were stored in few bits are measured as they were stored."
 )
-NEURON_COLUMNS = {
-    "layer": "layer of the model, from 0",
-    "expert": "index of the expert in its layer",
-    "neuron": "index in its layer, or in its expert, from 0",
-    "n_tokens": "counted tokens routed to it",
-    "score": "‖q‖‖k‖‖v‖",
-    "energy_share": "share of its layer's energy",
-    "exchange": "asymmetry under a ↔ b, as stored",
-    "exchange_balanced": "the same with k brought to the length and side of q",
-    "exchange_balanced_se": "its standard error",
-    "exchange_balanced_null_gaussian": "what Gaussian (a, b) of equal moments would give",
-    "exchange_balanced_null_repaired": "what re-paired neurons give",
-    "exchange_balanced_repaired_q": "false discovery rate of differing from re-paired neurons",
-    "scaling_double": "asymmetry under (2a, b/2)",
-    "scaling_flip": "asymmetry under (−a, −b)",
-    "euler_residual": "break of infinitesimal scaling",
-    "bilinear_share": "share of energy that c·ab explains",
-    "bilinear_coef": "that c",
-    "placement": "asymmetry of σ(a)b and σ(ab)",
-    "gate_positive": "share of tokens with a > 0",
-    "corr_ab": "correlation of a and b",
-    "std_a": "standard deviation of a",
-    "std_b": "standard deviation of b",
-    "cos_qk": "cosine of query and key",
-    "cos_qv": "cosine of query and value",
-    "cos_kv": "cosine of key and value",
-    "norm_q": "length of q, norm gain folded",
-    "norm_k": "length of k, norm gain folded",
-    "norm_v": "length of v, with what is applied after it folded",
-}
-"""The columns of neurons.parquet that go into the page, with a word on each; the page says where the rest is."""
-LAYER_COLUMNS = {
-    "exchange": "asymmetry under a ↔ b, as stored",
-    "exchange_balanced": "the same with k brought to the length and side of q",
-    "exchange_balanced_token_median": "median over tokens",
-    "exchange_balanced_null_gaussian": "what Gaussian (a, b) of equal moments would give",
-    "exchange_balanced_null_repaired": "what re-paired neurons give",
-    "exchange_balanced_null_random": "what random weights give",
-    "n_exchange_balanced_differs": "neurons that differ from re-paired ones, false discovery rate 5 %",
-    "scaling_half": "asymmetry under (a/2, 2b)",
-    "scaling_double": "asymmetry under (2a, b/2)",
-    "scaling_flip": "asymmetry under (−a, −b)",
-    "euler_residual": "break of infinitesimal scaling",
-    "bilinear_share": "share of energy that c·ab explains",
-    "placement": "asymmetry of σ(a)b and σ(ab)",
-    "gate_positive": "share of open gates",
-    "top_token_share": "energy of the largest token",
-    "effective_tokens": "in how many tokens the energy effectively sits",
-    "effective_neurons": "by how many neurons balanced exchange is effectively made",
-    "cos_qk_abs_mean": "mean |cos(q, k)|",
-    "score_max_ratio": "largest score over the median",
-    "interaction_antisymmetry": "of the weights alone",
-}
-"""The columns of layers.csv that go into the page, with a word on each."""
-EXPERT_COLUMNS = {
-    "n_tokens": "counted tokens routed to it",
-    "token_share": "share of the layer's counted tokens",
-    "energy_share": "share of its layer's energy",
-    "exchange": "asymmetry under a ↔ b, as stored",
-    "exchange_balanced": "the same with k brought to the length and side of q",
-    "exchange_balanced_null_repaired": "what re-paired neurons of the expert give",
-    "scaling_double": "asymmetry under (2a, b/2)",
-    "scaling_flip": "asymmetry under (−a, −b)",
-    "euler_residual": "break of infinitesimal scaling",
-    "bilinear_share": "share of energy that c·ab explains",
-    "gate_positive": "share of open gates",
-    "cos_qk_abs_mean": "mean |cos(q, k)|",
-}
-"""The columns of experts.csv that go into the page, with a word on each."""
-EXTREME_COLUMNS = {
-    "size": "|h|·‖v‖ at its largest",
-    "h": "h there",
-    "a": "gate pre-activation there",
-    "b": "up pre-activation there",
-    "window": "window of the corpus",
-    "position": "position in it",
-    "cos_qk": "cosine of query and key",
-    "score_ratio": "score over the layer's median",
-}
-"""Numbers of extremes.csv that go into the page."""
+NEURON_COLUMNS = meanings(
+    NEURONS,
+    (
+        "layer expert neuron n_tokens score energy_share exchange exchange_balanced exchange_balanced_se "
+        "exchange_balanced_null_gaussian exchange_balanced_null_repaired exchange_balanced_repaired_q scaling_double "
+        "scaling_flip euler_residual bilinear_share bilinear_coef placement gate_positive corr_ab std_a std_b cos_qk "
+        "cos_qv cos_kv norm_q norm_k norm_v"
+    ).split(),
+)
+"""The columns of neurons.parquet on the page, with their meanings."""
+LAYER_COLUMNS = meanings(
+    LAYERS,
+    (
+        "exchange exchange_balanced exchange_balanced_token_median exchange_balanced_null_gaussian "
+        "exchange_balanced_null_repaired exchange_balanced_null_random n_exchange_balanced_differs scaling_half "
+        "scaling_double scaling_flip euler_residual bilinear_share placement gate_positive top_token_share "
+        "effective_tokens effective_neurons cos_qk_abs_mean score_max_ratio interaction_antisymmetry"
+    ).split(),
+)
+"""The columns of layers.csv on the page."""
+EXPERT_COLUMNS = meanings(
+    EXPERTS,
+    (
+        "n_tokens token_share energy_share exchange exchange_balanced exchange_balanced_null_repaired scaling_double "
+        "scaling_flip euler_residual bilinear_share gate_positive cos_qk_abs_mean"
+    ).split(),
+)
+"""The columns of experts.csv on the page."""
+EXTREME_COLUMNS = meanings(
+    EXTREMES,
+    ("size h a b window position cos_qk score_ratio").split(),
+)
+"""The numbers of extremes.csv on the page."""
