@@ -1,4 +1,4 @@
-"""The table of columns: it explains every column that a run writes, lists none that no run writes, and docs/output.md shows it."""
+"""The table of columns explains every written column and lists no other; docs/output.md is generated from it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
