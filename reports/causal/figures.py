@@ -14,7 +14,7 @@ from analysis.causal.edits import ABLATIONS, scale_of
 
 Z95 = 1.96
 FLOOR = 1e-6
-"""Smaller costs, in nats, are drawn at this value: below it float32 has no precision, and the logarithmic axis ends."""
+"""Nats: smaller costs are drawn at this value, where the logarithmic axis and the precision of float32 end."""
 PALETTE = sns.color_palette("colorblind")
 PLACEBO, COUNTED, ALL = "0.55", PALETTE[0], PALETTE[1]
 N_COLUMNS = 2

@@ -143,7 +143,10 @@ def warnings(comparison: Comparison) -> Iterator[str]:
             if value != reference.run.settings.get(key):
                 yield f"{one.label} has {key} {value}, {reference.label} has {reference.run.settings.get(key)}"
         if not one.paired:
-            yield f"{one.label} counted different windows from {reference.label}: the text, the tokenizer or the number of tokens differs"
+            yield (
+                f"{one.label} counted different windows from {reference.label}: "
+                "the text, the tokenizer or the number of tokens differs"
+            )
         missing = sorted(set(reference.run.layers) ^ set(one.run.layers))
         if one.comparable and missing:
             yield f"only one of {one.label} and {reference.label} has layer {', '.join(map(str, missing))}"
@@ -159,7 +162,7 @@ def _rows(one: ComparedRun, reference: ComparedRun) -> Iterator[dict[str, Any]]:
     """One row per layer and measure."""
     for index, layer in one.run.layers.items():
         place = {"run": one.label, "layer": index, "depth": (index + 0.5) / one.run.model["n_layers"]}
-        other = reference.run.layers.get(index) if one.comparable and side is not reference else None
+        other = reference.run.layers.get(index) if one.comparable and one is not reference else None
         for name in COMPARED:
             own = estimate(name, layer)
             row = place | {"measure": name, "value": own.value, "value_se": own.error, "value_reach": own.reach}

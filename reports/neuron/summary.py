@@ -1,4 +1,4 @@
-"""Tables and sentences about one neuron: where it stands in its layer, its α curve, its sign pairs, what edits cost."""
+"""Tables and sentences about one neuron: its rank in its layer, scaling curve, sign pairs, and costs of edits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,18 +30,18 @@ MEASURES = meanings(
 SIGNS = {"pp": "a > 0, b > 0", "pn": "a > 0, b ≤ 0", "np": "a ≤ 0, b > 0", "nn": "a ≤ 0, b ≤ 0"}
 BINS = 25
 LONG_TAILED = 30
-"""A largest value beyond so many medians is drawn on a logarithmic axis."""
+"""A histogram is logarithmic if the largest value exceeds this many medians."""
 ATTRIBUTION = "attribution_"
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How a number is spread over the neurons of a layer.
+    """The distribution of a number over the neurons of a layer.
 
     Attributes:
-        bars: heights, the highest is 1.
-        mine: the bin that the neuron is in.
-        logarithmic: whether the bins have equal width in the logarithm.
+        bars: heights, the largest being 1.
+        mine: the bin of this neuron.
+        logarithmic: whether the bins are equally wide in the logarithm.
     """
 
     bars: tuple[float, ...]
@@ -54,10 +54,10 @@ Columns = dict[str, Tensor]
 
 
 def standing(columns: Columns, at: int) -> DataFrame:
-    """One row per number: its value with error and nulls where there are, and where it stands in its layer.
+    """One row per number: its value, with error and nulls if it has them, and its rank in its layer.
 
     Columns: ``name, value, se, null_gaussian, null_repaired, layer_median, rank, of, percentile``. The rank is 1 for the
-    largest; the percentile is the share of the layer's neurons that lie below, half of the equal ones included.
+    largest; the percentile is the share of the layer's neurons below, counting half of those that are equal.
     """
     rows = []
     for name in (*WEIGHTS, *MEASURES):
@@ -75,7 +75,7 @@ def standing(columns: Columns, at: int) -> DataFrame:
 
 
 def histogram(values: np.ndarray, at: int) -> Histogram | None:
-    """The layer's distribution of a number; None where the neuron has none."""
+    """The layer's distribution of a number; None if this neuron has no value."""
     value, known = values[at], values[np.isfinite(values)]
     if not np.isfinite(value):
         return None
@@ -107,7 +107,7 @@ def curve(record: NeuronRecord) -> DataFrame:
 
 
 def quadrants(columns: Columns, at: int) -> DataFrame:
-    """Shares of tokens and of energy in every sign pair, of the neuron and of the median neuron of its layer."""
+    """Shares of tokens and of energy for every sign pair, of the neuron and of the median neuron of its layer."""
     rows = []
     for quadrant in QUADRANTS:
         tokens, energy = columns[f"quadrant_{quadrant}"], columns[f"quadrant_energy_{quadrant}"]
@@ -148,43 +148,42 @@ def sentences(record: NeuronRecord, table: DataFrame, parts: DataFrame) -> Itera
         f"median: {_place(score)}."
     )
     if np.isfinite(cosine["value"]):
-        yield f"Query and key have the cosine {_signed(cosine['value'])} (layer median {_signed(cosine['layer_median'])})."
+        yield f"The cosine of query and key is {_signed(cosine['value'])} (layer median {_signed(cosine['layer_median'])})."
     if parts["energy"].isna().any():
-        yield "h was 0 on every counted token, so that its ratios are undefined."
+        yield "h is 0 on every counted token, so its ratios are undefined."
     else:
         largest, open_share = parts.loc[parts["energy"].idxmax()], table.loc["gate_positive", "value"]
         gate = f"open (a > 0) on {open_share:.2%} of the tokens" if open_share else "closed (a ≤ 0) on every token"
         yield (
-            f"Its gate is {gate}; {largest['energy']:.0%} of its energy lies where {largest['signs']}, on "
+            f"Its gate is {gate}; {largest['energy']:.0%} of its energy is at {largest['signs']}, on "
             f"{largest['tokens']:.1%} of the tokens."
         )
     balanced = table.loc["exchange_balanced"]
     if np.isfinite(balanced["value"]):
         yield (
-            f"Exchanging its query and key, brought to one length and side, changes it by an asymmetry of "
-            f"{_with_error(balanced)}: {_place(balanced)}. Re-paired with other neurons it would be "
-            f"{balanced['null_repaired']:.3f}{_differs(record)}."
+            f"Its balanced exchange asymmetry is {_with_error(balanced)}: {_place(balanced)}. "
+            f"The permutation null is {balanced['null_repaired']:.3f}{_differs(record)}."
         )
     double, flip = table.loc["scaling_double"], table.loc["scaling_flip"]
     if np.isfinite(double["value"]) and np.isfinite(flip["value"]):
-        yield f"Scaling by α = 2 changes it by {_with_error(double)}, the sign flip by {_with_error(flip)}."
+        yield f"Its asymmetry under scaling by α = 2 is {_with_error(double)}, under the sign flip {_with_error(flip)}."
     share = table.loc["bilinear_share"]
     if np.isfinite(share["value"]):
         best = f"{table.loc['bilinear_coef', 'value']:.3g}".replace("-", "−")
-        yield f"The bilinear unit c·ab explains {share['value']:.0%} of its energy at best, with c = {best}."
+        yield f"The bilinear unit c·ab explains at best {share['value']:.0%} of its energy, with c = {best}."
     yield _peak(record)
 
 
 def remarks(record: NeuronRecord) -> Iterator[str]:
-    """What a reader must know before believing a number."""
+    """What to know before relying on a number."""
     if record.run is not None and not record.same_text:
         yield (
-            f"Numbers are those of the run {record.run}, which counted another text; the sample and the contexts are from "
+            f"The numbers are from the run {record.run}, which counted a different text; the sample and the contexts are from "
             f"{record.corpus['name']}."
         )
     stored = record.model["weights"]
     if "bit" in stored or "quantized" in stored:
-        yield f"The weights were stored in few bits ({stored}); cosines and read-outs are of what was stored."
+        yield f"The weights are quantized ({stored}); cosines and readouts are those of the quantized weights."
     if record.corpus["cut_at_max_tokens"]:
         yield "The corpus was cut at --tokens."
 
@@ -192,7 +191,7 @@ def remarks(record: NeuronRecord) -> Iterator[str]:
 def _peak(record: NeuronRecord) -> str:
     h, a, b = record.measured.moments.peaks.values[:, record.neuron].tolist()
     window, position, _, counted = record.measured.moments.peaks.places[:, record.neuron].tolist()
-    aside = "" if counted else ", which is fed but not counted"
+    aside = "" if counted else " (fed but not counted)"
     numbers = f"{h:.3g} (a {a:.3g}, b {b:.3g})".replace("-", "−")
     return (
         f"Its largest |h| on any token: h = {numbers} on “{record.peak_text}”, window {window}, position {position}{aside}."
@@ -214,7 +213,7 @@ def _differs(record: NeuronRecord) -> str:
     if not bool(q[record.neuron].isfinite()):
         return ""
     verb = "differs" if bool(differs[record.neuron]) else "does not differ"
-    return f"; it {verb} from them at a false discovery rate of {FALSE_DISCOVERY_RATE:.0%} in its layer"
+    return f"; it {verb} from it at a false discovery rate of {FALSE_DISCOVERY_RATE:.0%} in its layer"
 
 
 def _signed(value: float) -> str:

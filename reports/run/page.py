@@ -59,7 +59,7 @@ CAPTIONS = {
     ),
     "scaling": (
         "Scaling by α",
-        "Asymmetry of every layer under (a, b) → (αa, b/α). The colours follow the square root, so small values stay visible.",
+        "Asymmetry of every layer under (a, b) → (αa, b/α). The colour scale is nonlinear, so small values stay visible.",
     ),
     "measures": (
         "The other measures",

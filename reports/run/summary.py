@@ -101,8 +101,8 @@ def mixture(tables: Tables) -> str:
     shared = " plus a shared one" if len(routed) < len(tables.experts) else ""
     which = "All layers" if len(by_layer) == len(tables.layers) else f"{len(by_layer)} of {len(tables.layers)} layers"
     return (
-        f"{which} are mixtures of {_extent(by_layer.size(), 'd')} experts, with {_extent(per_token, '.3g')} per token{shared}"
-        ": numbers pool over experts, and a token counts with the square of its routing weight."
+        f"{which} are mixtures of {_extent(by_layer.size(), 'd')} experts, {_extent(per_token, '.3g')} per token{shared}: "
+        "numbers pool over experts, and a token counts with the square of its routing weight."
     )
 
 
