@@ -14,7 +14,7 @@ from analysis.causal.edits import ABLATIONS, scale_of
 
 Z95 = 1.96
 FLOOR = 1e-6
-"""Nats: smaller costs are drawn at this value, where the logarithmic axis and the precision of float32 end."""
+"""Nats; smaller costs are drawn at this value, where the logarithmic axis and the precision of float32 end."""
 PALETTE = sns.color_palette("colorblind")
 PLACEBO, COUNTED, ALL = "0.55", PALETTE[0], PALETTE[1]
 N_COLUMNS = 2
@@ -22,7 +22,7 @@ Draw = Callable[[Axes], Axes]
 
 
 def cost_by_layer(table: pd.DataFrame, ax: Axes, edit: str) -> Axes:
-    """KL of one edit by layer for counted and all positions, with its placebo as a band and the cost of zeroing the layer."""
+    """KL of one edit by layer for counted and all positions, with its placebo and the cost of zeroing the layer."""
     rows = dict(iter(table[table["edit"] == edit].groupby("positions")))
     counted = rows["counted"]
     x = counted["layer"]

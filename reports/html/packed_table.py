@@ -1,7 +1,7 @@
 """A table of numbers packed for a page: float32 with four significant digits, deflated, in base64.
 
 The bytes of a column are stored in four planes, all lowest bytes first and all highest last: signs and exponents repeat,
-and deflate compresses them only if they are adjacent. Layout: column after column, each of four planes with one byte per row.
+and deflate compresses them only if they are adjacent. Layout: column after column, four planes each, one byte per row.
 """
 
 import base64

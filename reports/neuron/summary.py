@@ -178,8 +178,8 @@ def remarks(record: NeuronRecord) -> Iterator[str]:
     """What to know before relying on a number."""
     if record.run is not None and not record.same_text:
         yield (
-            f"The numbers are from the run {record.run}, which counted a different text; the sample and the contexts are from "
-            f"{record.corpus['name']}."
+            f"The numbers are from the run {record.run}, which counted a different text; the sample and the contexts are "
+            f"from {record.corpus['name']}."
         )
     stored = record.model["weights"]
     if "bit" in stored or "quantized" in stored:

@@ -38,8 +38,8 @@ def test_everything_at_once(
     assert code == 0
     assert [line.split(":")[0] for line in caplog.messages] == ["layer 0", "layer 1", "layer 2", "single neurons"]
     words = " ".join(out.split())
-    assert "exchange: KL least in layer" in words
-    assert "passes of the blocks" in words
+    assert "exchange: KL lowest in layer" in words
+    assert "passes through the blocks" in words
     layers = pd.read_csv(tmp_path / "run" / "layers.csv")
     for edit in ("exchange", "scale_2", "mean", "zero"):
         for column in (f"{quantity}_{edit}{ending}" for quantity in ("kl", "dce") for ending in ENDINGS):

@@ -111,7 +111,7 @@ def test_tables_and_summary_say_so_too(planted_run: Run) -> None:
     assert (extreme["a"], extreme["b"], extreme["h"]) == (300.0, -800.0, -240000.0)
     assert extreme["text"] == planted_run.token_texts[int(extreme["token"])]
     text = " ".join(remarks(planted_run, layers))
-    assert f"layer {LAYER}: its energy sits in effectively 1 of" in text
+    assert f"layer {LAYER}: effectively 1 of" in text
     assert f"window {WINDOW}, position {POSITION}, with 100% of the energy, most in neuron {NEURON}" in text
 
 
