@@ -191,7 +191,7 @@ def remarks(record: NeuronRecord) -> Iterator[str]:
 def _peak(record: NeuronRecord) -> str:
     h, a, b = record.measured.moments.peaks.values[:, record.neuron].tolist()
     window, position, _, counted = record.measured.moments.peaks.places[:, record.neuron].tolist()
-    aside = "" if counted else " (fed but not counted)"
+    aside = "" if counted else ", which is fed but not counted"
     numbers = f"{h:.3g} (a {a:.3g}, b {b:.3g})".replace("-", "−")
     return (
         f"Its largest |h| on any token: h = {numbers} on “{record.peak_text}”, window {window}, position {position}{aside}."
