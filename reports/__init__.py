@@ -1,4 +1,4 @@
-"""What is made of a run: tables, figures, pages and documents; one folder per kind of report.
+"""Tables, figures, pages and documents made from runs; one folder per kind of report.
 
 columns           every column of every table: meaning, unit, tables
 markdown          Markdown tables and generated parts of documents

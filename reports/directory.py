@@ -71,7 +71,7 @@ def load_causal(directory: Path) -> Causal | None:
 
 
 def _write_runs(folder: Path, run: Run, random: Run | None, causal: Causal | None) -> None:
-    """What is measured: the run, the run with random weights, the costs of edits."""
+    """The measurements: the run, the run with random weights, the costs of edits."""
     run.write(folder)
     if random is not None:
         (folder / RANDOM_INIT).mkdir()

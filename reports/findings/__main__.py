@@ -21,7 +21,7 @@ DPI = 120
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the tables of the runs into the file, and the figure beside it."""
+    """Write the tables of the runs into the file, and draw the figure."""
     options = _parser().parse_args(arguments)
     if not options.activations and (options.first or options.figure):
         raise UserError("--first and --figure need --activations: give the runs that they belong to")

@@ -33,10 +33,10 @@ def response(record: NeuronRecord) -> Figure:
     here, mirrored = surfaces(unit, *reach)
     size = _size(record) or max(float(np.abs(here).max()), float(np.abs(mirrored).max())) or 1.0
     steps = np.linspace(-1, 1, LEVELS)
-    levels = size * np.sign(steps) * steps**2  # small values stay visible beside large ones
+    levels = size * np.sign(steps) * steps**2  # small values stay visible next to large ones
     figure = Figure(figsize=(10, 4.6))
     grid = figure.add_gridspec(1, 3, width_ratios=(1, 1, 0.04), left=0.07, right=0.92, bottom=0.11, top=0.92, wspace=0.06)
-    left, right, beside = (figure.add_subplot(grid[0, column]) for column in range(3))
+    left, right, right_margin = (figure.add_subplot(grid[0, column]) for column in range(3))
     surface = _surface(left, here, reach, levels)
     _surface(right, mirrored, reach, levels)
     for ax, title in ((left, "g(a, b)"), (right, "g(b, a), exchanged")):
@@ -45,7 +45,7 @@ def response(record: NeuronRecord) -> Figure:
     left.set_ylabel("up pre-activation b")
     right.tick_params(labelleft=False)
     ticks = levels[[0, 2, 4, 8, 12, 14, 16]]
-    bar = figure.colorbar(surface, cax=beside, label="h", ticks=ticks)
+    bar = figure.colorbar(surface, cax=right_margin, label="h", ticks=ticks)
     bar.ax.set_yticklabels([f"{tick:.3g}".replace("-", "−") for tick in ticks])
     return figure
 

@@ -40,12 +40,12 @@ class Histogram:
 
     Attributes:
         bars: heights, the largest being 1.
-        mine: the bin of this neuron.
+        own_bin: the bin of this neuron.
         logarithmic: whether the bins are equally wide in the logarithm.
     """
 
     bars: tuple[float, ...]
-    mine: int
+    own_bin: int
     logarithmic: bool
 
 
@@ -83,8 +83,8 @@ def histogram(values: np.ndarray, at: int) -> Histogram | None:
     known, value = (np.log(known), np.log(value)) if logarithmic else (known, value)
     edges = np.histogram_bin_edges(known, BINS)
     counts, _ = np.histogram(known, edges)
-    mine = min(int(np.searchsorted(edges, value, side="right")) - 1, BINS - 1)
-    return Histogram(tuple(np.sqrt(counts / counts.max()).tolist()), mine, logarithmic)
+    own_bin = min(int(np.searchsorted(edges, value, side="right")) - 1, BINS - 1)
+    return Histogram(tuple(np.sqrt(counts / counts.max()).tolist()), own_bin, logarithmic)
 
 
 def curve(record: NeuronRecord) -> DataFrame:
@@ -112,8 +112,8 @@ def quadrants(columns: Columns, at: int) -> DataFrame:
     for quadrant in QUADRANTS:
         tokens, energy = columns[f"quadrant_{quadrant}"], columns[f"quadrant_energy_{quadrant}"]
         medians = float(tokens.nanquantile(0.5)), float(energy.nanquantile(0.5))
-        mine = float(tokens[at]), float(energy[at])
-        rows.append((quadrant, SIGNS[quadrant], mine[0], medians[0], mine[1], medians[1]))
+        own = float(tokens[at]), float(energy[at])
+        rows.append((quadrant, SIGNS[quadrant], own[0], medians[0], own[1], medians[1]))
     names = ["quadrant", "signs", "tokens", "tokens_median", "energy", "energy_median"]
     return DataFrame(rows, columns=names).set_index("quadrant")
 

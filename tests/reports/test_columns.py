@@ -37,10 +37,10 @@ def directories(llama: LoadedModel, tiny_llama: Path, tmp_path_factory: pytest.T
     costs = measure_causal(llama, text, run, mode="both", edits=EDITS, n_tokens=24)
     mixed = with_experts(run)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reports.directory.DPI", 20)
-        patch.setattr("reports.compare.page.DPI", 20)
+        for drawing in ("directory.draw_all", "directory.draw_causal", "compare.page.draw_comparison"):
+            patch.setattr(f"reports.{drawing}", lambda *_: {})
         write_directory(run, root / "dense", random=random, causal=costs)
-        write_directory(mixed, root / "mixture")
+        write_directory(mixed, root / "mixture", causal=costs)  # costs of other layers, but the same columns
         write_comparison(compare_runs([run, replace(run)], ["a", "b"]), root / "comparison")
     return [root / name for name in ("dense", "mixture", "comparison")]
 

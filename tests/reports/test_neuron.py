@@ -294,12 +294,12 @@ def test_a_histogram_holds_the_neuron_where_it_is() -> None:
     for at, expected in ((0, 0), (5, 24), (2, 12)):
         found = histogram(values, at)
         assert found is not None
-        assert (found.mine, found.logarithmic, max(found.bars)) == (expected, False, 1.0)
-        assert found.bars[found.mine] > 0
+        assert (found.own_bin, found.logarithmic, max(found.bars)) == (expected, False, 1.0)
+        assert found.bars[found.own_bin] > 0
     assert histogram(values, 4) is None
     far = histogram(np.array([1.0, 1.1, 0.9, 1000.0]), 3)
     assert far is not None
-    assert (far.logarithmic, far.mine) == (True, 24)
+    assert (far.logarithmic, far.own_bin) == (True, 24)
 
 
 def test_a_run_gives_numbers_and_costs(llama: LoadedModel, page: NeuronPage, tmp_path: Path) -> None:
