@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from analysis.errors import UserError
-from analysis.storage.directory import PROGRESS, check_writable
+from analysis.storage.files import PROGRESS
+from analysis.storage.staged_writes import check_writable
 from hooks.loading.builtin import BUILTINS, DEFAULT_MODEL
 
 if TYPE_CHECKING:

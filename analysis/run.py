@@ -28,15 +28,15 @@ from analysis.measures.asymmetry import tokens_seen
 from analysis.measures.estimates import Estimates
 from analysis.measures.jackknife import filled_jackknife_blocks
 from analysis.measures.permutation_null import FEWEST_DRAWS
-from analysis.storage.directory import RUN_FILE, SCHEMA, staged
+from analysis.storage.files import MOMENTS_FILE, RUN_FILE, SCHEMA
 from analysis.storage.hashing import sha256_of
+from analysis.storage.staged_writes import staged
 from analysis.sums.layout import MAIN_SCALES, Layout
 from analysis.sums.moments import Moments
 from analysis.units.registry import Unit, unit_named
 from analysis.weights.experts import Experts, expert_name, expert_slices, same_experts
 from analysis.weights.geometry import Geometry
 
-MOMENTS_FILE = "moments.safetensors"
 MOST_LISTED = 8
 """Experts of a layer that a message lists by name."""
 Record = dict[str, Any]

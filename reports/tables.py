@@ -1,9 +1,10 @@
-"""Tables: a Run as DataFrames, one row a layer, a neuron, a layer and a scale, an extreme neuron, or an expert.
+"""The tables of a run as DataFrames: layers, neurons, scaling curves, extreme neurons and experts.
 
-Columns are a contract (``docs/output.md``). A number that does not exist is NaN; ``run.json`` says why.
+``reports.columns`` explains every column. A number that does not exist is NaN; ``run.json`` gives the reason.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,12 +12,13 @@ import pandas as pd
 from analysis.compare import layer_excess, neuron_excess
 from analysis.measures import asymmetry as measures
 from analysis.run import Run
+from analysis.storage.files import CURVES, EXPERTS, EXTREMES, LAYERS, NEURONS
 from analysis.weights.experts import index_within
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables of a run; ``experts`` is None where no layer is a mixture of them."""
+    """The tables of a run; ``experts`` is None if no layer is a mixture of experts."""
 
     layers: pd.DataFrame
     neurons: pd.DataFrame
@@ -24,15 +26,24 @@ class Tables:
     extremes: pd.DataFrame
     experts: pd.DataFrame | None = None
 
+    def write(self, folder: Path) -> None:
+        """Write every table into an existing folder."""
+        self.layers.to_csv(folder / LAYERS, index=False)
+        self.curves.to_csv(folder / CURVES, index=False)
+        self.extremes.to_csv(folder / EXTREMES, index=False)
+        if self.experts is not None:
+            self.experts.to_csv(folder / EXPERTS, index=False)
+        self.neurons.to_parquet(folder / NEURONS, index=False)
+
 
 def tables_of(run: Run, random: Run | None = None) -> Tables:
-    """All tables of a run; with the run of the same architecture with random weights, joined to it as a third null."""
+    """All tables of a run; ``random``, the same architecture with random weights, adds the columns of a third null."""
     layers, neurons = layers_table(run, random), neurons_table(run, random)
     return Tables(layers, neurons, curves_table(run), extremes_table(run), experts_table(run))
 
 
 def layers_table(run: Run, random: Run | None = None) -> pd.DataFrame:
-    """One row per layer: each measure with its error, its companions and its nulls, and the geometry in brief."""
+    """One row per layer: every measure with its error, token statistics and nulls, and a summary of the weights."""
     rows = []
     for index, layer in run.layers.items():
         row = {"layer": index, **layer.estimates.layer_numbers()}
@@ -44,9 +55,10 @@ def layers_table(run: Run, random: Run | None = None) -> pd.DataFrame:
 
 
 def neurons_table(run: Run, random: Run | None = None) -> pd.DataFrame:
-    """One row per neuron of every layer.
+    """One row per neuron.
 
-    If a layer is a mixture of experts, all have an ``expert``, NaN in a dense layer, and ``neuron`` counts within it.
+    If any layer is a mixture of experts, every row has an ``expert`` (NaN in a dense layer), and ``neuron`` is the index
+    within the expert.
     """
     tables = []
     for index, layer in run.layers.items():
@@ -64,7 +76,7 @@ def neurons_table(run: Run, random: Run | None = None) -> pd.DataFrame:
 
 
 def experts_table(run: Run) -> pd.DataFrame | None:
-    """One row per expert of every layer that is a mixture of them; None if none is."""
+    """One row per expert of every layer that is a mixture of experts; None if there is none."""
     rows = [{"layer": index} | row for index, layer in run.layers.items() for row in layer.estimates.expert_numbers()]
     return pd.DataFrame(rows) if rows else None
 
@@ -75,13 +87,13 @@ def has_experts(run: Run) -> bool:
 
 
 def curves_table(run: Run) -> pd.DataFrame:
-    """One row per layer and scale α; 0 and inf are the limits, where the unit has them."""
+    """One row per layer and scale α; 0 and inf are the limits, if the unit has them."""
     tables = [pd.DataFrame({"layer": index, **layer.estimates.curve_numbers()}) for index, layer in run.layers.items()]
     return pd.concat(tables, ignore_index=True)
 
 
 def extremes_table(run: Run) -> pd.DataFrame:
-    """The neurons with the largest |h|·‖v‖ of every layer, and the token on which each was so large."""
+    """The neurons of every layer with the largest |h|·‖v‖ on any token, and that token."""
     tables = []
     for index, layer in run.layers.items():
         columns = {name: values.numpy() for name, values in layer.estimates.extreme_neurons().items()}

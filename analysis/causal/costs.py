@@ -27,11 +27,9 @@ from torch import Tensor
 
 from analysis.checks import Check
 from analysis.errors import UserError
-from analysis.run import MOMENTS_FILE
-from analysis.storage.directory import RUN_FILE
+from analysis.storage.files import CAUSAL_FILE, MOMENTS_FILE, RUN_FILE
 from analysis.storage.hashing import sha256_of
 
-CAUSAL_FILE = "causal.safetensors"
 CAUSAL_SCHEMA = 1
 VERSIONS = ("edit", "placebo")
 POSITIONS = ("counted", "all")

@@ -1,9 +1,9 @@
-"""SHA-256 of files, read in pieces."""
+"""SHA-256 of files, read in chunks."""
 
 import hashlib
 from pathlib import Path
 
-_PIECE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 def sha256_of(*paths: Path) -> str:
@@ -11,6 +11,6 @@ def sha256_of(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
-            while piece := file.read(_PIECE):
-                digest.update(piece)
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
     return digest.hexdigest()

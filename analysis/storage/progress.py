@@ -1,7 +1,7 @@
-"""What a long computation has finished so far, kept on disk piece by piece, so that it can be stopped and continued.
+"""The finished pieces of a long computation, kept on disk so that it can be interrupted and resumed.
 
-A piece appears as a whole or not at all: it is written under another name and renamed. The folder remembers what it is the
-progress of; continuing something else is refused.
+A piece is written under a temporary name and then renamed, so it is never seen half-written. The folder also records which
+computation it belongs to; resuming a different one is refused.
 """
 
 import json
@@ -23,11 +23,11 @@ _PIECE = "{}.safetensors"
 
 @dataclass(frozen=True)
 class Progress:
-    """Pieces of one computation, by name.
+    """The finished pieces of one computation, by name.
 
     Attributes:
-        folder: where they are; made with the first piece.
-        identity: everything that decides the result, as JSON holds it.
+        folder: where they are kept; created with the first piece.
+        identity: every setting that determines the result, as JSON values.
     """
 
     folder: Path
@@ -35,7 +35,7 @@ class Progress:
 
     @classmethod
     def open(cls, folder: Path, identity: dict[str, Any], resume: bool) -> "Progress":
-        """Go on with what is there, or begin anew and throw that away; UserError if it is of another computation."""
+        """Resume from the pieces in the folder, or delete them and start over; UserError if they are of other settings."""
         known = folder / _IDENTITY
         if not resume:
             shutil.rmtree(folder, ignore_errors=True)
@@ -44,7 +44,7 @@ class Progress:
         return cls(folder, identity)
 
     def finished(self, name: str) -> dict[str, Tensor] | None:
-        """A piece, if it is finished."""
+        """The piece, or None if it is not finished."""
         path = self.folder / _PIECE.format(name)
         try:
             return load_file(path) if path.exists() else None
@@ -52,7 +52,7 @@ class Progress:
             raise UserError(f"{path} is damaged ({error}): delete it, or start without --resume") from error
 
     def keep(self, name: str, piece: dict[str, Tensor]) -> None:
-        """Put a finished piece in its place."""
+        """Store a finished piece."""
         path = self.folder / _PIECE.format(name)
         unfinished = path.with_suffix(".unfinished")
         try:
@@ -62,13 +62,13 @@ class Progress:
             save_file({name: tensor.contiguous() for name, tensor in piece.items()}, unfinished)
             os.replace(unfinished, path)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"writing to {self.folder} failed ({error}): make room, then go on with --resume") from error
+            raise UserError(f"writing to {self.folder} failed ({error}): free some space, then use --resume") from error
 
 
-def _require_equal(known: dict[str, Any], asked: dict[str, Any], folder: Path) -> None:
-    for key in sorted({*known, *asked}):
-        if known.get(key) != asked.get(key):
+def _require_equal(known: dict[str, Any], requested: dict[str, Any], folder: Path) -> None:
+    for key in sorted({*known, *requested}):
+        if known.get(key) != requested.get(key):
             raise UserError(
-                f"{folder} is unfinished work with {key} {known.get(key)!r}, not {asked.get(key)!r}: "
-                "repeat that call, or leave out --resume to start anew"
+                f"{folder} is unfinished work with {key} {known.get(key)!r}, not {requested.get(key)!r}: "
+                "repeat that command, or leave out --resume to start over"
             )

@@ -1,4 +1,4 @@
-"""Figures of what edits cost: by layer with placebos, against α, and first order against exact."""
+"""Figures of the costs of edits: by layer with placebos, against α, and attribution against exact cost."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from analysis.causal.edits import ABLATIONS, scale_of
 
 Z95 = 1.96
 FLOOR = 1e-6
-"""Nats below which costs are drawn as this: the logarithmic axis ends there, and so does what float32 can say."""
+"""Nats; smaller costs are drawn at this value, where the logarithmic axis and the precision of float32 end."""
 PALETTE = sns.color_palette("colorblind")
 PLACEBO, COUNTED, ALL = "0.55", PALETTE[0], PALETTE[1]
 N_COLUMNS = 2
@@ -22,7 +22,7 @@ Draw = Callable[[Axes], Axes]
 
 
 def cost_by_layer(table: pd.DataFrame, ax: Axes, edit: str) -> Axes:
-    """KL of one edit by layer on counted and on all positions, its placebo as a band, removal of the layer beside it."""
+    """KL of one edit by layer for counted and all positions, with its placebo and the cost of zeroing the layer."""
     rows = dict(iter(table[table["edit"] == edit].groupby("positions")))
     counted = rows["counted"]
     x = counted["layer"]
@@ -43,7 +43,7 @@ def cost_by_layer(table: pd.DataFrame, ax: Axes, edit: str) -> Axes:
 
 
 def cost_by_scale(table: pd.DataFrame, ax: Axes) -> Axes:
-    """ΔCE against α, one line a layer: from the bilinear limit over the model itself, α = 1, to the ReLU limit."""
+    """ΔCE against α, one line per layer, from the bilinear limit through α = 1 (the model) to the ReLU limit."""
     counted = table[table["positions"] == "counted"]
     scales = {edit: alpha for edit in counted["edit"].unique() if (alpha := scale_of(edit)) is not None and alpha >= 0}
     ordered = sorted({*scales.values(), 1.0})
@@ -57,12 +57,12 @@ def cost_by_scale(table: pd.DataFrame, ax: Axes) -> Axes:
         ax.annotate(str(layer), (len(ordered) - 1, costs[ordered[-1]]), fontsize=5, color=color)
     ax.set_xticks(range(len(ordered)), [_scale_label(alpha) for alpha in ordered])
     ax.set_yscale("symlog", linthresh=1e-3)
-    ax.set(title="Loss against α of g(αa, b/α), one line a layer", xlabel="α", ylabel="ΔCE, nats per token")
+    ax.set(title="Cost of g(αa, b/α), one line per layer", xlabel="α", ylabel="ΔCE, nats per token")
     return ax
 
 
 def attribution_against_exact(predicted: pd.Series, exact: pd.Series, ax: Axes, title: str) -> Axes:
-    """One point a layer or neuron, on axes that are logarithmic on both sides of zero; the diagonal is agreement."""
+    """One point per layer or neuron on symmetric logarithmic axes; the diagonal is perfect agreement."""
     size = float(np.nanmax(np.abs([*predicted, *exact, FLOOR])))
     ax.plot([-size, size], [-size, size], color="0.7", linewidth=0.8)
     ax.scatter(predicted, exact, s=6, color=COUNTED, alpha=0.6, linewidth=0)
@@ -73,7 +73,7 @@ def attribution_against_exact(predicted: pd.Series, exact: pd.Series, ax: Axes, 
 
 
 def cumulative_cost(table: pd.DataFrame, ax: Axes, series: str) -> Axes:
-    """KL when layers are edited together, one line an edit; ``series`` is bottom or top."""
+    """KL when layers are edited together, one line per edit; ``series`` is bottom or top."""
     counted = table[table["positions"] == "counted"]
     for edit, rows in counted.groupby("edit", sort=False):
         line = ":" if edit in ABLATIONS else "-"
@@ -84,11 +84,11 @@ def cumulative_cost(table: pd.DataFrame, ax: Axes, series: str) -> Axes:
     return ax
 
 
-def draw_causal(table: pd.DataFrame, singly: pd.DataFrame | None) -> dict[str, Figure]:
-    """Every figure that the table has the columns for, by file name without its ending."""
+def draw_causal(table: pd.DataFrame, single_neurons: pd.DataFrame | None) -> dict[str, Figure]:
+    """Every figure for which the table has the columns, by file name without extension."""
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"):
         figures = _exact_figures(table) if "kl" in table else {}
-        scatters = [*_layer_scatters(table), *_neuron_scatters(singly)]
+        scatters = [*_layer_scatters(table), *_neuron_scatters(single_neurons)]
         if scatters:
             figures["causal_attribution"] = _grid(scatters)
     return figures
@@ -110,13 +110,13 @@ def _exact_figures(table: pd.DataFrame) -> dict[str, Figure]:
 def _layer_scatters(table: pd.DataFrame) -> Iterator[Draw]:
     if {"dce", "attribution"} <= set(table):
         for edit, rows in table[table["positions"] == "counted"].groupby("edit", sort=False):
-            yield _scatter(rows["attribution"], rows["dce"], f"{edit}, one point a layer")
+            yield _scatter(rows["attribution"], rows["dce"], f"{edit}, one point per layer")
 
 
-def _neuron_scatters(singly: pd.DataFrame | None) -> Iterator[Draw]:
-    if singly is not None:
+def _neuron_scatters(single_neurons: pd.DataFrame | None) -> Iterator[Draw]:
+    if single_neurons is not None:
         for largest, name in ((True, "largest attributions"), (False, "at random")):
-            rows = singly[singly["largest"] == largest]
+            rows = single_neurons[single_neurons["largest"] == largest]
             yield _scatter(rows["predicted"], rows["exact"], f"single neurons, {name}")
 
 

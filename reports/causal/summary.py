@@ -1,4 +1,4 @@
-"""What edits cost, on a terminal: which layers bear them, which do not, and how far first order can be trusted."""
+"""The costs of edits in words and as a table for the terminal."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,11 @@ from analysis.causal.costs import Causal, Sweep
 from reports.causal.tables import column_name
 
 N_NAMED = 3
-"""Layers that are named at each end of the ranking."""
+"""Layers named at each end of the ranking."""
 
 
 def print_costs(causal: Causal, layers: pd.DataFrame, dtype: str, console: Console) -> None:
-    """Print sentences and a table by layer; ``layers`` is the table of layers with the columns of costs."""
+    """Print sentences and a table by layer; ``layers`` is the table of layers including its columns of costs."""
     console.print()
     for sentence in sentences(causal, layers):
         console.print(sentence, highlight=False, markup=False)
@@ -28,7 +28,7 @@ def print_costs(causal: Causal, layers: pd.DataFrame, dtype: str, console: Conso
 
 
 def sentences(causal: Causal, layers: pd.DataFrame) -> Iterator[str]:
-    """What was measured, in words."""
+    """The costs in words."""
     tokens = causal.record["tokens_scored"]
     sweep, attribution = causal.sweep, causal.attribution
     if attribution is not None:
@@ -38,21 +38,21 @@ def sentences(causal: Causal, layers: pd.DataFrame) -> Iterator[str]:
         worst = layers.loc[layers[name].abs().idxmax()]
         yield (
             f"To first order, on {tokens:,} tokens (cross-entropy {base:.3f} nats per token), {edit} changes the loss most "
-            f"in layer {int(worst['layer'])}: {worst[name]:+.3f}; single neurons are in neurons.parquet."
+            f"in layer {int(worst['layer'])}: {worst[name]:+.3f}; single neurons: see neurons.parquet."
         )
     if sweep is not None:
         effort = sweep.effort()
         for edit in sweep.edits:
             yield _ranking(edit, layers)
         yield (
-            f"The sweep took {effort['block_passes']:.0f} passes of the blocks and {effort['unembedding_passes']:.0f} of "
-            f"the unembedding over {tokens:,} tokens, {effort['seconds']:.0f} s "
-            f"(one whole pass: {effort['seconds_of_one_pass']:.1f} s)."
+            f"The sweep took {effort['block_passes']:.0f} passes through the blocks and {effort['unembedding_passes']:.0f} "
+            f"through the unembedding over {tokens:,} tokens, {effort['seconds']:.0f} s "
+            f"(one full pass: {effort['seconds_of_one_pass']:.1f} s)."
         )
 
 
 def cost_table(sweep: Sweep, layers: pd.DataFrame) -> Table:
-    """KL of every edit on counted positions, one line a layer."""
+    """KL of every edit on counted positions, one line per layer."""
     table = Table(title="KL, nats per token", header_style="bold", box=None, padding=(0, 1, 0, 0))
     for title in ("layer", *sweep.edits):
         table.add_column(title.replace("-", "\n").replace(":", "\n"), justify="right", no_wrap=True)
@@ -66,8 +66,10 @@ def _ranking(edit: str, layers: pd.DataFrame) -> str:
     name = f"kl_{column_name(edit)}"
     ordered = layers.sort_values(name)
     above = int((layers[name] > layers[f"{name}_placebo"]).sum())
-    cheap, dear = (
+    lowest, highest = (
         ", ".join(f"{int(row['layer'])} ({row[name]:.2g})" for _, row in rows.iterrows())
         for rows in (ordered.head(N_NAMED), ordered.tail(N_NAMED).iloc[::-1])
     )
-    return f"{edit}: KL least in layer {cheap}, most in {dear}; above its placebo in {above} of {len(layers)} layers."
+    return (
+        f"{edit}: KL lowest in layer {lowest}, highest in {highest}; above its placebo in {above} of {len(layers)} layers."
+    )

@@ -1,6 +1,7 @@
-"""What edits cost, as tables: one row a layer, edit and choice of positions, and the columns that join the other tables.
+"""The costs of edits as tables, and as columns of the tables of layers and neurons.
 
-Costs are nats per scored token. Layers and neurons get the costs of counted positions; ``causal.csv`` has both choices.
+Costs are nats per scored token. The tables of layers and neurons get the costs of editing counted positions; ``causal.csv``
+also has those of editing all positions.
 """
 
 from dataclasses import dataclass, replace
@@ -22,12 +23,13 @@ from analysis.causal.costs import (
     rank_correlation,
 )
 from analysis.causal.edits import scale_of
+from analysis.storage.files import AGREEMENT, COSTS, COSTS_BY_NEURON, REPLACEABLE
 from reports.tables import Tables
 
 REPLACEMENTS = ("bilinear", "relu-limit")
-"""Edits by which a model is linearized or relufied: c·ab and relu(a)·b."""
+"""Edits that make a layer bilinear or ReLU-gated: c·ab and relu(a)·b."""
 THRESHOLDS = (0.001, 0.01, 0.1)
-"""Nats per token below which a replacement is called free."""
+"""Thresholds ε in nats per token for replacing a layer."""
 ASYMMETRIES = {
     "exchange": "exchange",
     "exchange-balanced": "exchange_balanced",
@@ -36,40 +38,39 @@ ASYMMETRIES = {
     "scale:2": "scaling_double",
     "placement": "placement",
 }
-"""For edits that carry a symmetry out, the column with the asymmetry of the activations under it."""
+"""For edits that are symmetries of the bilinear unit: the column with the asymmetry of the activations."""
 
 
 @dataclass(frozen=True)
 class CausalTables:
-    """Everything that is shown of the costs of one run.
+    """The tables of the costs of one run.
 
     Attributes:
         costs: one row per layer, edit and choice of positions.
-        neurons: attributions by neuron, None without them.
-        replaceable: what can be replaced for less than ε nats.
-        singly: the neurons edited one by one, None without them.
-        agreement: rank correlations of attribution and exact cost; empty unless both were measured.
+        neurons: attributions by neuron; None if not measured.
+        replaceable: what can be replaced at a cost below ε.
+        single_neurons: the neurons that were patched one at a time; None if not measured.
+        agreement: agreement of attribution and exact cost; empty unless both were measured.
     """
 
     costs: pd.DataFrame
     neurons: pd.DataFrame | None
     replaceable: pd.DataFrame
-    singly: pd.DataFrame | None
+    single_neurons: pd.DataFrame | None
     agreement: pd.DataFrame
 
     @classmethod
     def of(cls, causal: Causal, tables: Tables) -> "CausalTables":
         costs = causal_table(causal, tables.layers, tables.curves)
         neurons = None if causal.attribution is None else neuron_columns(causal.attribution)
-        singly = (
-            None
-            if causal.single_neurons is None
-            else _with_experts(single_neuron_table(causal.single_neurons), tables.neurons)
+        single = causal.single_neurons
+        single_neurons = None if single is None else _with_experts(single_neuron_table(single), tables.neurons)
+        return cls(
+            costs, neurons, replaceable_table(costs, neurons), single_neurons, agreement_table(costs, single_neurons)
         )
-        return cls(costs, neurons, replaceable_table(costs, neurons), singly, agreement_table(costs, singly))
 
     def joined_to(self, tables: Tables) -> Tables:
-        """The run's tables with the columns of costs beside them."""
+        """The run's tables with the columns of costs added."""
         layers = tables.layers.merge(layer_columns(self.costs), on="layer", how="left")
         neurons = tables.neurons
         if self.neurons is not None:
@@ -79,20 +80,25 @@ class CausalTables:
         return replace(tables, layers=layers, neurons=neurons)
 
     def write(self, folder: Path) -> None:
-        """Write ``causal.csv`` and what goes with it."""
-        parts = {"": self.costs, "_replaceable": self.replaceable, "_neurons": self.singly, "_agreement": self.agreement}
-        for ending, table in parts.items():
+        """Write every table of costs that has rows into an existing folder."""
+        tables = {
+            COSTS: self.costs,
+            REPLACEABLE: self.replaceable,
+            COSTS_BY_NEURON: self.single_neurons,
+            AGREEMENT: self.agreement,
+        }
+        for name, table in tables.items():
             if table is not None and len(table):
-                table.to_csv(folder / f"causal{ending}.csv", index=False)
+                table.to_csv(folder / name, index=False)
 
 
 def _placed(neurons: pd.DataFrame) -> pd.DataFrame:
-    """With the place of every neuron in its layer: in a mixture of experts ``neuron`` is the index within the expert."""
+    """With each neuron's index in its layer as ``place``; in a mixture ``neuron`` is the index within the expert."""
     return neurons.assign(place=neurons.groupby("layer").cumcount())
 
 
 def _with_experts(table: pd.DataFrame, neurons: pd.DataFrame) -> pd.DataFrame:
-    """A table of neurons by their place in the layer, by expert and index where there are experts."""
+    """A table of neurons by their index in the layer, renamed to expert and index if there are experts."""
     if "expert" not in neurons:
         return table
     names = _placed(neurons)[["layer", "place", "expert", "neuron"]]
@@ -102,7 +108,7 @@ def _with_experts(table: pd.DataFrame, neurons: pd.DataFrame) -> pd.DataFrame:
 
 
 def column_name(edit: str) -> str:
-    """An edit's name as it stands in columns: exchange_balanced, scale_2."""
+    """An edit's name as used in column names: exchange_balanced, scale_2."""
     return edit.replace("-", "_").replace(":", "_")
 
 
@@ -112,7 +118,7 @@ def causal_table(causal: Causal, layers: pd.DataFrame, curves: pd.DataFrame) -> 
     Args:
         causal: the costs.
         layers: the table of layers and
-        curves: that of scalings, for the asymmetry that each cost belongs to.
+        curves: the table of scaling curves, which give the asymmetry for each cost.
     """
     tables = []
     if causal.sweep is not None:
@@ -130,7 +136,7 @@ def causal_table(causal: Causal, layers: pd.DataFrame, curves: pd.DataFrame) -> 
 
 
 def layer_columns(table: pd.DataFrame) -> pd.DataFrame:
-    """The costs that join ``layers.csv``: kl_, dce_ and attribution_ columns of every edit, one row a layer."""
+    """The columns of costs for ``layers.csv``: kl_, dce_ and attribution_ of every edit, one row per layer."""
     counted = table[table["positions"] == "counted"]
     columns = {}
     for edit, rows in counted.groupby("edit", sort=False):
@@ -143,7 +149,7 @@ def layer_columns(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def neuron_columns(attribution: Attribution) -> pd.DataFrame:
-    """The attribution of every neuron and edit, its standard error and its placebo: rows as in ``neurons.parquet``."""
+    """Attribution, standard error and placebo of every neuron and edit; rows as in ``neurons.parquet``."""
     tables = []
     for layer in attribution.layers:
         values = (attribution.neurons(layer), attribution.neuron_errors(layer), attribution.neuron_placebos(layer))
@@ -160,7 +166,7 @@ def neuron_columns(attribution: Attribution) -> pd.DataFrame:
 
 
 def with_cost_per_asymmetry(neurons: pd.DataFrame) -> pd.DataFrame:
-    """The table of neurons with attribution and its placebo over the neuron's own asymmetry, where it has one."""
+    """The table of neurons with attribution and placebo divided by the neuron's own asymmetry, if that is positive."""
     columns = {}
     for edit, asymmetry in ASYMMETRIES.items():
         name = f"attribution_{column_name(edit)}"
@@ -172,11 +178,11 @@ def with_cost_per_asymmetry(neurons: pd.DataFrame) -> pd.DataFrame:
 
 
 def replaceable_table(table: pd.DataFrame, neurons: pd.DataFrame | None) -> pd.DataFrame:
-    """What can be replaced by c·ab or relu(a)·b for less than ε nats per token, one row a layer, replacement and ε.
+    """What can be replaced by c·ab or relu(a)·b for less than ε nats per token; one row per layer, replacement and ε.
 
-    ``whole_layer`` is the exact verdict on all of the layer's neurons together: KL plus two standard errors below ε.
-    ``neurons`` is how many of them have attributions whose absolute values sum to less than ε, smallest first: to first
-    order a bound on |ΔCE| of replacing these together.
+    ``whole_layer`` is exact, for all neurons of the layer together: KL plus two standard errors below ε. ``neurons`` is the
+    number whose absolute attributions, smallest first, add up to less than ε: to first order a bound on |ΔCE| of replacing
+    them together.
     """
     counted = table[table["positions"] == "counted"]
     rows = []
@@ -194,22 +200,22 @@ def replaceable_table(table: pd.DataFrame, neurons: pd.DataFrame | None) -> pd.D
 
 
 def single_neuron_table(found: SingleNeurons) -> pd.DataFrame:
-    """The neurons that were edited one by one: prediction and exact ΔCE, the largest first."""
+    """The neurons that were patched one at a time: predicted and exact ΔCE, those of largest attribution first."""
     names = ("layer", "neuron", "largest", "predicted", "exact")
     return pd.DataFrame({name: getattr(found, name).numpy() for name in names})
 
 
-def agreement_table(table: pd.DataFrame, singly: pd.DataFrame | None) -> pd.DataFrame:
+def agreement_table(table: pd.DataFrame, single_neurons: pd.DataFrame | None) -> pd.DataFrame:
     """Rank correlation of attribution and exact ΔCE: over layers for each edit, then over single neurons."""
     rows = []
     if {"dce", "attribution"} <= set(table):
         for edit, group in table[table["positions"] == "counted"].groupby("edit", sort=False):
             rows.append(_agreement(f"layers, {edit}", group["attribution"], group["dce"]))
-    if singly is not None:
+    if single_neurons is not None:
         for largest, name in ((True, "neurons of the largest attribution"), (False, "neurons at random")):
-            group = singly[singly["largest"] == largest]
+            group = single_neurons[single_neurons["largest"] == largest]
             rows.append(_agreement(name, group["predicted"], group["exact"]))
-        for layer, group in singly.groupby("layer"):
+        for layer, group in single_neurons.groupby("layer"):
             if len(group) >= 5:
                 rows.append(_agreement(f"neurons of layer {layer}", group["predicted"], group["exact"]))
     return pd.DataFrame(rows)
@@ -262,7 +268,7 @@ def _attribution_rows(attribution: Attribution) -> pd.DataFrame:
 
 
 def _asymmetry_by_layer(edit: str, layers: pd.DataFrame, curves: pd.DataFrame) -> dict[int, float]:
-    """The asymmetry of each layer's activations under an edit that is an exchange or a scaling; empty for others."""
+    """The asymmetry of each layer's activations under an exchange, a scaling or the placement; empty for other edits."""
     alpha = scale_of(edit)
     if alpha is not None:
         rows = curves[curves["alpha"] == alpha]

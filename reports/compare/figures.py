@@ -1,4 +1,4 @@
-"""Figures of a comparison: every run over relative depth, and the differences from the first run layer by layer."""
+"""Figures of a comparison: every run by relative depth, and the differences from the first run layer by layer."""
 
 from collections.abc import Callable
 
@@ -17,14 +17,14 @@ from reports.run.figures import MAIN_MEASURES
 Draw = Callable[[pd.DataFrame, Axes, ColorType, str], Axes]
 PALETTE = sns.color_palette("colorblind")
 MARKERS = "os^DvPX<>*"
-"""A run has a marker besides its colour, so that nobody needs to tell colours apart."""
+"""Each run also has its own marker, so that the runs can be told apart without colour."""
 
 
 def draw_comparison(comparison: Comparison) -> dict[str, Figure]:
-    """Every figure of a comparison, by file name without its ending."""
-    labels = [side.label for side in comparison.sides]
-    comparable = [side.label for side in comparison.others if side.comparable]
-    # A label is a directory's name: a dollar sign in it is no formula.
+    """Every figure of a comparison, by file name without extension."""
+    labels = [one.label for one in comparison.runs]
+    comparable = [one.label for one in comparison.others if one.comparable]
+    # A label is the name of a directory: a dollar sign in it does not start a formula.
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"), rc_context({"text.parse_math": False}):
         figures = {"depth": _panels(comparison.table, labels, labels, by_depth)}
         if comparable:
@@ -56,7 +56,7 @@ def by_difference(table: pd.DataFrame, ax: Axes, color: ColorType, marker: str) 
 
 
 def _panels(table: pd.DataFrame, labels: list[str], shown: list[str], draw: Draw) -> Figure:
-    """One panel a measure, all runs in it; colours and markers go by the place among all labels."""
+    """One panel per measure with all runs; colours and markers follow the order of all labels."""
     figure = Figure(figsize=(10, 11), layout="constrained")
     axes = figure.subplots(4, 2).ravel()
     for ax, (measure, title) in zip(axes, MAIN_MEASURES.items(), strict=True):
@@ -68,5 +68,5 @@ def _panels(table: pd.DataFrame, labels: list[str], shown: list[str], draw: Draw
     numbers = [str(place) for place in range(len(shown))]
     legend = figure.legend(axes[0].containers, numbers, loc="outside lower center", ncols=2, frameon=False)
     for text, label in zip(legend.get_texts(), shown, strict=True):
-        text.set_text(visible(label))  # set afterwards: a label that begins with an underscore would be left out
+        text.set_text(visible(label))  # matplotlib would skip a label that begins with an underscore
     return figure

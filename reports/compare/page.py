@@ -6,71 +6,68 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from analysis.storage.directory import staged
+from analysis.storage.files import COMPARISON_PAGE, COMPARISON_TABLE
+from analysis.storage.staged_writes import staged
 from reports.compare.figures import draw_comparison
-from reports.compare.tables import TOLD, Comparison, by_third, difference_numbers, verdict, warnings
-from reports.directory import DPI
+from reports.compare.tables import VERDICT_MEASURES, Comparison, by_third, difference_numbers, verdict, warnings
 from reports.html.render import render
 from reports.run.definitions import DEFINITIONS, LIMITS, NOTATION
 from reports.run.document import files_of, records, to_json
-from reports.run.figures import MAIN_MEASURES
+from reports.run.figures import DPI, MAIN_MEASURES, save_figures
 from reports.run.page import provenance, shown_figures
 
-PAGE, TABLE = "compare.html", "compare.csv"
 CAPTIONS = {
     "depth": (
-        "Over relative depth",
+        "By relative depth",
         "Every layer of every run, pooled over neurons, with its 95 % interval.",
     ),
     "difference": (
         "Differences from the first run",
-        "Layer by layer, with 95 % intervals; one that does not hold 0 is a difference beyond the noise of the text.",
+        "Layer by layer, with 95 % intervals; an interval that excludes 0 is a difference beyond sampling noise.",
     ),
 }
 
 
 def write_comparison(comparison: Comparison, directory: Path, force: bool = False) -> None:
-    """Write compare.csv, compare.html and figures; all of them or nothing."""
+    """Write compare.csv, compare.html and the figures, all or none."""
     figures = draw_comparison(comparison)
     with staged(directory, force) as folder:
-        comparison.table.drop(columns="value_reach").to_csv(folder / TABLE, index=False)
-        (folder / "figures").mkdir()
-        for name, figure in figures.items():
-            figure.savefig(folder / "figures" / f"{name}.png", dpi=DPI)
-        (folder / PAGE).write_text(comparison_html(comparison, figures), encoding="utf-8")
+        comparison.table.drop(columns="value_reach").to_csv(folder / COMPARISON_TABLE, index=False)
+        save_figures(figures, folder, DPI)
+        (folder / COMPARISON_PAGE).write_text(comparison_html(comparison, figures), encoding="utf-8")
 
 
 def comparison_html(comparison: Comparison, figures: dict[str, Figure]) -> str:
-    """The page of a comparison: one file that needs no network."""
+    """The page of a comparison, which needs no network."""
     tables = [(measure, title, _rows(comparison, measure)) for measure, title in MAIN_MEASURES.items()]
-    thirds = by_third(comparison).loc[list(TOLD)].reset_index()
+    thirds = by_third(comparison).loc[list(VERDICT_MEASURES)].reset_index()
     return render(
         "compare.html",
-        sides=comparison.sides,
-        tokens=[sum(part["tokens_counted"] for part in side.run.corpus) for side in comparison.sides],
+        runs=comparison.runs,
+        tokens=[sum(part["tokens_counted"] for part in one.run.corpus) for one in comparison.runs],
         verdict=list(verdict(comparison)),
         warnings=list(warnings(comparison)),
         figures=list(shown_figures(figures, CAPTIONS)),
         thirds=thirds.to_dict(orient="records"),
-        words=TOLD,
+        words=VERDICT_MEASURES,
         tables=tables,
         notation=NOTATION,
         definitions=DEFINITIONS,
         limits=LIMITS,
-        provenance=[(side.label, side.run.record.get("command"), provenance(side.run)) for side in comparison.sides],
+        provenance=[(one.label, one.run.record.get("command"), provenance(one.run)) for one in comparison.runs],
     )
 
 
 def comparison_json(comparison: Comparison, directory: Path) -> str:
-    """The numbers behind the sentences, the whole table, and where the files are."""
+    """The numbers behind the sentences, the whole table, and the paths of the files."""
     runs = [
-        {"label": side.label, "directory": str(side.directory), "model": side.run.model, "passed": side.run.passed}
-        | {"layer_by_layer": side.comparable, "paired": side.paired}
-        for side in comparison.sides
+        {"label": one.label, "directory": str(one.directory), "model": one.run.model, "passed": one.run.passed}
+        | {"layer_by_layer": one.comparable, "paired": one.paired}
+        for one in comparison.runs
     ]
     numbers = {
-        side.label: {measure: difference_numbers(comparison, side, measure) for measure in TOLD}
-        for side in comparison.others
+        one.label: {measure: difference_numbers(comparison, one, measure) for measure in VERDICT_MEASURES}
+        for one in comparison.others
     }
     document: dict[str, Any] = {
         "passed": comparison.passed,
@@ -81,13 +78,13 @@ def comparison_json(comparison: Comparison, directory: Path) -> str:
         "remarks": list(warnings(comparison)),
         "layers": records(comparison.table.drop(columns="value_reach")),
         "directory": str(directory),
-        "files": files_of(directory, (TABLE, PAGE)),
+        "files": files_of(directory, (COMPARISON_TABLE, COMPARISON_PAGE)),
     }
     return to_json(document)
 
 
 def print_comparison(comparison: Comparison, directory: Path, console: Console) -> None:
-    """Print the sentences, what stands between the runs, and where the files are."""
+    """Print the sentences, the warnings, and the path of the files."""
     for how, found in verdict(comparison):
         console.print(f"{how}:", highlight=False, markup=False)
         for sentence in found:
@@ -98,7 +95,7 @@ def print_comparison(comparison: Comparison, directory: Path, console: Console) 
 
 
 def _rows(comparison: Comparison, measure: str) -> list[dict[str, Any]]:
-    """The rows of one measure, each with whether its difference is beyond its interval."""
+    """The rows of one measure, each with whether the interval of its difference excludes 0."""
     table = comparison.table[comparison.table["measure"] == measure]
     differs = (table["difference_low"] > 0) | (table["difference_high"] < 0)
     return table.assign(differs=differs).to_dict(orient="records")

@@ -2,8 +2,7 @@
 
     python -m reports.findings docs/findings.md --activations out/smollm2-135m out/gemma3-270m
 
-Each part of the file stands between two marks of its own: what is between them is replaced, the text around them stays.
-A part whose runs are not named is left as it is.
+Only the text between the marks of a part is replaced. A part is unchanged if no runs are given for it.
 """
 
 import argparse
@@ -16,55 +15,41 @@ from reports.findings.activations import activation_tables
 from reports.findings.causal import causal_tables
 from reports.findings.figure import draw_families
 from reports.findings.runs import found_in
+from reports.markdown import written_into
 
 DPI = 120
 
 
-def marks(part: str) -> tuple[str, str]:
-    """What a part of the file stands between."""
-    return f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
-
-
-def written_into(text: str, part: str, tables: str) -> str:
-    """The text with the tables between the marks of that part; UserError if it has none."""
-    begin, end = marks(part)
-    before, begun, rest = text.partition(begin)
-    _, ended, after = rest.partition(end)
-    if not begun or not ended:
-        raise UserError(f"the file has no marks {begin} and {end}: put them where the tables belong")
-    return f"{before}{begin}\n\n{tables}\n\n{end}{after}"
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Write the tables of the runs into the file, and the figure beside it."""
-    given = _parser().parse_args(arguments)
-    if not given.activations and (given.first or given.figure):
-        raise UserError("--first and --figure go with --activations: name the runs that they belong to")
-    if not given.activations and not given.causal:
-        raise UserError("no run is named: give --activations, --causal or both")
-    text = given.file.read_text(encoding="utf-8")
-    if given.activations:
-        found = found_in(given.activations, given.first, given.causal)
+    """Write the tables of the runs into the file, and draw the figure."""
+    options = _parser().parse_args(arguments)
+    if not options.activations and (options.first or options.figure):
+        raise UserError("--first and --figure need --activations: give the runs that they belong to")
+    if not options.activations and not options.causal:
+        raise UserError("no runs are given: add --activations, --causal or both")
+    text = options.file.read_text(encoding="utf-8")
+    if options.activations:
+        found = found_in(options.activations, options.first, options.causal)
         text = written_into(text, "activations", "\n\n".join(activation_tables(found)))
-        if given.figure:
-            draw_families(found).savefig(given.figure, dpi=DPI)
-    if given.causal:
-        paragraphs = [paragraph for directory in given.causal for paragraph in causal_tables(directory)]
+        if options.figure:
+            draw_families(found).savefig(options.figure, dpi=DPI)
+    if options.causal:
+        paragraphs = [paragraph for directory in options.causal for paragraph in causal_tables(directory)]
         text = written_into(text, "causal", "\n\n".join(paragraphs))
-    given.file.write_text(text, encoding="utf-8")
+    options.file.write_text(text, encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m reports.findings", description="Write the tables of docs/findings.md.")
     parser.add_argument("file", type=Path)
     runs = {
-        "--activations": "one run a model, made with --null random-init",
+        "--activations": "one run per model, made with --null random-init",
         "--first": "runs of the same models made with --skip-positions 0",
         "--causal": "runs made with --causal exact or both",
     }
-    for option, words in runs.items():
-        parser.add_argument(option, type=Path, nargs="+", default=[], metavar="DIR", help=words)
-    parser.add_argument("--figure", type=Path, metavar="PNG", help="where to draw the models over relative depth")
+    for option, description in runs.items():
+        parser.add_argument(option, type=Path, nargs="+", default=[], metavar="DIR", help=description)
+    parser.add_argument("--figure", type=Path, metavar="PNG", help="file for the figure of the models by relative depth")
     return parser
 
 

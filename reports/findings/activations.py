@@ -1,6 +1,6 @@
-"""What activations and weights say of several models, side by side, as the tables of ``docs/findings.md``.
+"""Activations and weights of several models compared, as the tables of ``docs/findings.md``.
 
-A cell "0.15 (0.02–0.47)" is the median over layers with the least and the greatest. An excess is a number minus its null.
+A cell "0.15 (0.02–0.47)" is the median over layers with minimum and maximum. An excess is a number minus its null.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,23 +11,23 @@ import pandas as pd
 
 from analysis.causal.costs import rank_correlation
 from reports.causal.tables import ASYMMETRIES
-from reports.findings.markdown import markdown, short
-from reports.findings.runs import QUADRANTS, UNEXPLAINED, ModelRuns, cost_per_asymmetry, energy_by_quadrant
+from reports.findings.runs import QUADRANTS, UNEXPLAINED, ModelResults, cost_per_asymmetry, energy_by_quadrant
+from reports.markdown import markdown, short
 from reports.run.figures import alpha_label, interval
 from reports.run.summary import CHANCE_WORDS, FEW_NEURONS, against_chance
 
-Cell = Callable[[ModelRuns], str]
+ModelCell = Callable[[ModelResults], str]
 MEASURES = {
     "exchange": "exchange, as stored",
     "exchange_balanced": "exchange, balanced",
     "exchange_balanced_token_median": "its median over tokens",
     "exchange_balanced_neuron_median": "its median over neurons",
     "exchange_balanced_null_gaussian": "its Gaussian null",
-    "exchange_balanced_null_repaired": "its re-paired null",
-    "exchange_balanced_null_random": "its null of random weights",
+    "exchange_balanced_null_repaired": "its permutation null",
+    "exchange_balanced_null_random": "its random-weight null",
     "scaling_half": "scaling, α = ½",
     "scaling_double": "scaling, α = 2",
-    "scaling_double_null_repaired": "its re-paired null",
+    "scaling_double_null_repaired": "its permutation null",
     "scaling_flip": "sign flip, α = −1",
     "euler_residual": "Euler residual",
     "bilinear_share": "bilinear share",
@@ -35,30 +35,30 @@ MEASURES = {
     "gate_positive": "share of open gates",
     "cos_qk_abs_mean": "mean |cos(q, k)|",
     "score_max_ratio": "largest score over the median",
-    "interaction_antisymmetry": "antisymmetry of the interactions",
+    "interaction_antisymmetry": "antisymmetry of the interaction tensor",
     "effective_neurons": "effective neurons",
 }
 """Columns of ``layers.csv`` whose median over layers is shown."""
 DIGITS = 3
 
 
-def activation_tables(found: Sequence[ModelRuns]) -> Iterator[str]:
+def activation_tables(found: Sequence[ModelResults]) -> Iterator[str]:
     """The paragraphs and tables of all models."""
-    yield "**Median over layers (least–greatest).**"
+    yield "**Median over layers (minimum–maximum).**"
     yield markdown(["", *(one.name for one in found)], [[title, *map(cell, found)] for title, cell in _summary()])
     yield "**Scaling (αa, b/α): median over layers of the asymmetry.**"
     yield _curves(found)
     with_costs = [one for one in found if one.costs is not None]
     if with_costs:
         yield (
-            "**What a unit of asymmetry costs: KL over asymmetry, median over layers (least–greatest); in square brackets "
-            "that of the placebo; and the rank correlation of KL and asymmetry over layers. For "
-            f"{UNEXPLAINED}, in place of the asymmetry, the share of energy that it does not explain.**"
+            "**Cost per unit of asymmetry: KL over asymmetry, median over layers (minimum–maximum), in square brackets "
+            "that of the placebo, and the rank correlation of KL and asymmetry over layers. For "
+            f"{UNEXPLAINED} the asymmetry is replaced by the share of energy that it does not explain.**"
         )
-        yield _bridge(with_costs)
+        yield _costs_per_asymmetry(with_costs)
     yield (
-        f"**Layers whose balanced exchange is made by fewer than {FEW_NEURONS} neurons, and the neuron that weighs most in "
-        "it: its share of the layer's energy, and of that before and after exchange together.**"
+        f"**Layers whose balanced exchange is dominated by fewer than {FEW_NEURONS} neurons, and the neuron of largest "
+        "weight: its share of the layer's energy, and of the energy before plus after exchange.**"
     )
     yield _heaviest(found)
     for one in found:
@@ -66,21 +66,21 @@ def activation_tables(found: Sequence[ModelRuns]) -> Iterator[str]:
         yield _by_layer(one)
 
 
-def _caption(one: ModelRuns) -> str:
+def _caption(one: ModelResults) -> str:
     corpus, model = one.document["corpus"], one.document["model"]
     return (
         f"**{one.name}: {model['weights']}; {sum(part['tokens_counted'] for part in corpus):,} tokens of "
         f"{', '.join(part['name'] for part in corpus)} in windows of {one.document['settings']['context']}. ± is a "
-        "standard error; an excess in bold is one whose 95 % interval leaves out 0; * marks a layer made by few tokens.**"
+        "standard error; an excess is bold if its 95 % interval excludes 0; * marks a layer dominated by few tokens.**"
     )
 
 
 def excess_beyond(layers: pd.DataFrame, column: str) -> pd.Series:
-    """Whether the 95 % interval of a column leaves out 0."""
+    """Whether the 95 % interval of a column excludes 0."""
     return layers[column].abs() > interval(layers, column)
 
 
-def _summary() -> Iterator[tuple[str, Cell]]:
+def _summary() -> Iterator[tuple[str, ModelCell]]:
     """The rows of the first table."""
     yield "layers × neurons", lambda one: f"{len(one.layers)} × {one.layers['n_neurons'].iloc[0]:,}"
     yield "gate", lambda one: ", ".join(one.document["model"]["units"])
@@ -93,74 +93,74 @@ def _summary() -> Iterator[tuple[str, Cell]]:
     yield "energy where a > 0", partial(_energy, ["pp", "pn"])
     for pair, words in QUADRANTS.items():
         yield f"energy where {words}", partial(_energy, [pair])
-    yield "layers made by few tokens", lambda one: _listed(one.layers, one.layers["few_tokens"])
+    yield "layers dominated by few tokens", lambda one: _listed(one.layers, one.layers["few_tokens"])
     yield "the same, first position counted", _first_few
-    yield f"layers made by fewer than {FEW_NEURONS} neurons", _few_neurons
-    yield "neurons that differ from re-paired ones", _differing
-    yield "of them less broken than these", _less_broken
-    yield "their median |cos(q, k)|, and that of all", _cosines
+    yield f"layers dominated by fewer than {FEW_NEURONS} neurons", _few_neurons
+    yield "neurons that differ from the permutation null", _differing
+    yield "of these, less asymmetric than the null", _less_broken
+    yield "their median |cos(q, k)|, and that of all neurons", _cosines
 
 
-def _column(column: str, one: ModelRuns) -> str:
+def _column(column: str, one: ModelResults) -> str:
     return _span(one.layers[column])
 
 
-def _energy(quadrants: list[str], one: ModelRuns) -> str:
+def _energy(quadrants: list[str], one: ModelResults) -> str:
     return _span(energy_by_quadrant(one.neurons)[quadrants].sum(axis=1))
 
 
-def _counts(measure: str, null: str, one: ModelRuns) -> str:
-    """In how many layers a measure is above a null, and below, by its 95 % interval; a dash where it has no errors."""
+def _counts(measure: str, null: str, one: ModelResults) -> str:
+    """The number of layers in which a measure is above and below a null; a dash if it has no errors."""
     counts = against_chance(one.layers, measure).get(null)
     return "–" if counts is None else f"{counts[0]} / {counts[1]} of {len(one.layers)}"
 
 
-def _few_neurons(one: ModelRuns) -> str:
+def _few_neurons(one: ModelResults) -> str:
     return _listed(one.layers, one.layers["effective_neurons"] < FEW_NEURONS)
 
 
-def _first_few(one: ModelRuns) -> str:
+def _first_few(one: ModelResults) -> str:
     return "–" if one.first is None else _listed(one.first, one.first["few_tokens"])
 
 
-def _differing(one: ModelRuns) -> str:
+def _differing(one: ModelResults) -> str:
     differing = one.neurons["exchange_balanced_repaired_differs"].astype(bool)
     return f"{differing.sum():,} of {len(differing):,}"
 
 
-def _less_broken(one: ModelRuns) -> str:
+def _less_broken(one: ModelResults) -> str:
     differing = one.neurons[one.neurons["exchange_balanced_repaired_differs"].astype(bool)]
     return f"{(differing['exchange_balanced'] < differing['exchange_balanced_null_repaired']).sum():,}"
 
 
-def _cosines(one: ModelRuns) -> str:
+def _cosines(one: ModelResults) -> str:
     cosines, differing = one.neurons["cos_qk"].abs(), one.neurons["exchange_balanced_repaired_differs"].astype(bool)
     return f"{short(cosines[differing].median(), DIGITS)}, {short(cosines.median(), DIGITS)}"
 
 
-def _curves(found: Sequence[ModelRuns]) -> str:
+def _curves(found: Sequence[ModelResults]) -> str:
     medians = pd.DataFrame({one.name: one.curves.groupby("alpha")["asymmetry"].median() for one in found})
     rows = [[name, *(short(value, DIGITS) for value in medians[name])] for name in medians]
     return markdown(["α", *(alpha_label(alpha) for alpha in medians.index)], rows)
 
 
-def _bridge(found: Sequence[ModelRuns]) -> str:
-    """One line an edit, two columns a model."""
+def _costs_per_asymmetry(found: Sequence[ModelResults]) -> str:
+    """One line per edit, two columns per model."""
     known = [*ASYMMETRIES, UNEXPLAINED]
     edits = [edit for edit in known if all((one.costs["edit"] == edit).any() for one in found if one.costs is not None)]
     header = ["edit", *(title for one in found for title in (one.name, "rank correlation"))]
-    return markdown(header, [[edit, *(cell for one in found for cell in _price(one, edit))] for edit in edits])
+    return markdown(header, [[edit, *(cell for one in found for cell in _cost_cells(one, edit))] for edit in edits])
 
 
-def _price(one: ModelRuns, edit: str) -> tuple[str, str]:
+def _cost_cells(one: ModelResults, edit: str) -> tuple[str, str]:
     table = cost_per_asymmetry(one, edit)
-    price, placebo = (table[column] / table["asymmetry"] for column in ("kl", "kl_placebo"))
+    ratio, placebo = (table[column] / table["asymmetry"] for column in ("kl", "kl_placebo"))
     rank = rank_correlation(table["kl"].tolist(), table["asymmetry"].tolist())
-    return f"{_span(price)} [{short(placebo.median(), DIGITS)}]", f"{rank:.2f}".replace("-", "−")
+    return f"{_span(ratio)} [{short(placebo.median(), DIGITS)}]", f"{rank:.2f}".replace("-", "−")
 
 
-def _heaviest(found: Sequence[ModelRuns]) -> str:
-    """One line a layer that few neurons make."""
+def _heaviest(found: Sequence[ModelResults]) -> str:
+    """One line per layer that few neurons dominate."""
     header = ["model", "neuron", "effective neurons", "share of energy", "with exchanged", "gate open", "balanced exchange"]
     rows = []
     for one in found:
@@ -172,16 +172,18 @@ def _heaviest(found: Sequence[ModelRuns]) -> str:
     return markdown([*header, "cos(q, k)", "score over the median", "ΔCE, exchanged alone"], rows)
 
 
-def _cost_alone(one: ModelRuns, row: dict[Any, Any]) -> str:
-    """What exchanging this neuron as stored cost; a dash where it was not among those exchanged one by one."""
-    if one.singly is None:
+def _cost_alone(one: ModelResults, row: dict[Any, Any]) -> str:
+    """The cost of exchanging this neuron alone, as stored; a dash if it was not patched alone."""
+    if one.single_neurons is None:
         return "–"
-    alone = one.singly[(one.singly["layer"] == row["layer"]) & (one.singly["neuron"] == row["neuron"])]
+    alone = one.single_neurons[
+        (one.single_neurons["layer"] == row["layer"]) & (one.single_neurons["neuron"] == row["neuron"])
+    ]
     return f"{alone['exact'].iloc[0]:+.3f}".replace("-", "−") if len(alone) else "–"
 
 
-def _by_layer(one: ModelRuns) -> str:
-    """One line a layer: measures with errors, the excess over each null, and what the first position would do."""
+def _by_layer(one: ModelResults) -> str:
+    """One line per layer: measures with errors, the excess over each null, and the effect of the first position."""
     first = None if one.first is None else one.first.set_index("layer")
     differing = one.neurons.groupby("layer")["exchange_balanced_repaired_differs"].sum()
     beyond = {null: excess_beyond(one.layers, f"exchange_balanced_excess_{null}") for null in CHANCE_WORDS}
@@ -201,20 +203,28 @@ def _by_layer(one: ModelRuns) -> str:
             f"{row['score_max_ratio']:.1f}",
             f"{differing[row['layer']]:,}",
         ])  # fmt: skip
-    header = ["layer", "exchange", "balanced", "− Gaussian", "− re-paired", "− random", "balanced, first position counted"]
+    header = [
+        "layer",
+        "exchange",
+        "balanced",
+        "− Gaussian",
+        "− permutation",
+        "− random",
+        "balanced, first position counted",
+    ]
     ending = ["median neuron, balanced", "effective neurons", "largest score", "neurons that differ"]
     return markdown([*header, "α = 2", "bilinear share", *ending], rows)
 
 
 def _with_error(row: dict[Any, Any], column: str, bold: bool = False) -> str:
-    """A number with its standard error; an excess has its sign."""
+    """A number with its standard error; an excess is signed."""
     sign = "+" if "_excess_" in column else ""
     cell = f"{row[column]:{sign}.3f} ± {row[f'{column}_se']:.3f}".replace("-", "−")
     return f"**{cell}**" if bold else cell
 
 
 def _span(values: pd.Series) -> str:
-    """The median with the least and the greatest; a dash where there is no number."""
+    """The median with minimum and maximum; a dash if there is no number."""
     low, middle, high = (short(value, DIGITS) for value in (values.min(), values.median(), values.max()))
     return "–" if values.isna().all() else f"{middle} ({low}–{high})"
 

@@ -1,4 +1,4 @@
-"""What edits cost one model, as the tables of ``docs/findings.md``."""
+"""The costs of edits in one model, as the tables of ``docs/findings.md``."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,11 +9,11 @@ import pandas as pd
 
 from analysis.causal.costs import Causal
 from analysis.errors import UserError
-from analysis.storage.directory import RUN_FILE
-from reports.findings.markdown import markdown, short
+from analysis.storage.files import AGREEMENT, COSTS, REPLACEABLE, RUN_FILE
+from reports.markdown import markdown, short
 
 N_DEPTHS = 6
-"""About so many depths are shown of each cumulative series; ``causal.csv`` has all."""
+"""Approximate number of depths shown of each cumulative series; ``causal.csv`` has all of them."""
 Row = dict[Any, Any]
 
 
@@ -24,37 +24,37 @@ def causal_tables(directory: Path) -> Iterator[str]:
         raise UserError(f"{directory} has no exact sweep: analyze with --causal exact or both")
     document = json.loads((directory / RUN_FILE).read_text(encoding="utf-8"))
     model, sweep = document["model"], causal.sweep
-    table = pd.read_csv(directory / "causal.csv")
+    table = pd.read_csv(directory / COSTS)
     counted, everywhere = (table[table["positions"] == positions] for positions in ("counted", "all"))
     effort, base = sweep.effort(), float(sweep.base.sum() / sweep.n_tokens.sum())
     yield f"### {model['name']}"
     yield (
         f"{model['architecture']}, {model['weights']}, {model['dtype']}; {len(sweep.n_tokens)} sequences of "
         f"{document['settings']['context']} tokens, {int(sweep.n_tokens.sum())} scored, cross-entropy {base:.3f} nats per "
-        f"token. The sweep took {effort['block_passes']:.0f} passes of the blocks and {effort['unembedding_passes']:.0f} "
-        f"of the unembedding over that text, {effort['seconds'] / 60:.0f} minutes on the clock (one whole pass: "
-        f"{effort['seconds_of_one_pass']:.1f} s)."
+        f"token. The sweep took {effort['block_passes']:.0f} passes through the blocks and "
+        f"{effort['unembedding_passes']:.0f} through the unembedding over that text, {effort['seconds'] / 60:.0f} minutes "
+        f"of wall time (one full pass: {effort['seconds_of_one_pass']:.1f} s)."
     )
     checks = sweep.checks(model["dtype"])
     listed = [f"{check.what}: {check.value:.1e} (limit {check.limit:.0e})" for check in checks]
     yield "Controls: " + "; ".join(listed) + "."
-    yield "**KL, nats per token, counted positions; in brackets the placebo of the same size.**"
+    yield "**KL, nats per token, counted positions; in parentheses the placebo of the same size.**"
     yield _by_layer(counted, lambda row: f"{short(row['kl'])} ({short(row['kl_placebo'])})")
     yield "**ΔCE ± standard error over sequences, nats per token, counted positions.**"
     yield _by_layer(counted, lambda row: f"{row['dce']:+.3f} ± {row['dce_se']:.3f}")
-    yield "**KL when the positions that are not counted, mostly the first token, are edited too.**"
+    yield "**KL if the uncounted positions, mostly the first token, are edited too.**"
     yield _by_layer(everywhere, lambda row: short(row["kl"]))
     yield "**Layers edited together, counted positions: KL, nats per token.**"
     yield _together(counted)
-    yield "**Whole layers that can be replaced (KL plus two standard errors below ε), and neurons to first order.**"
-    yield _replaceable(pd.read_csv(directory / "causal_replaceable.csv"))
-    if (directory / "causal_agreement.csv").exists():
+    yield "**Whole layers that can be replaced (KL plus two standard errors below ε), and first-order counts of neurons.**"
+    yield _replaceable(pd.read_csv(directory / REPLACEABLE))
+    if (directory / AGREEMENT).exists():
         yield "**Attribution against exact ΔCE.**"
-        yield _agreement(pd.read_csv(directory / "causal_agreement.csv"))
+        yield _agreement(pd.read_csv(directory / AGREEMENT))
 
 
 def _by_layer(table: pd.DataFrame, cell: Callable[[Row], str]) -> str:
-    """One line a layer, one column an edit."""
+    """One line per layer, one column per edit."""
     edits = list(dict.fromkeys(table["edit"]))
     cells = {(row["layer"], row["edit"]): cell(row) for row in table.to_dict("records")}
     rows = [[str(layer), *(cells[layer, edit] for edit in edits)] for layer in dict.fromkeys(table["layer"])]

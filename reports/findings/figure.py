@@ -1,4 +1,4 @@
-"""Several models over relative depth: balanced exchange of each with its nulls, and two measures of all together."""
+"""Several models by relative depth: balanced exchange of each with its nulls, and two measures of all together."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,15 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.typing import ColorType
 
 from reports.compare.figures import MARKERS, PALETTE, by_depth
-from reports.findings.runs import ModelRuns
+from reports.findings.runs import ModelResults
 from reports.run.figures import MAIN_MEASURES, NULLS, interval
 
 EXCHANGE = "exchange_balanced"
 TOGETHER = ("bilinear_share", "scaling_double")
 
 
-def draw_families(found: Sequence[ModelRuns]) -> Figure:
-    """Above a panel a model with its nulls, below a panel a measure with every model in it."""
+def draw_families(found: Sequence[ModelResults]) -> Figure:
+    """Top: one panel per model with its nulls; bottom: one panel per measure with every model."""
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"), rc_context({"text.parse_math": False}):
         figure = Figure(figsize=(9, 7.5), layout="constrained")
         above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1.08, 1))[:, 0]
@@ -39,14 +39,14 @@ def draw_families(found: Sequence[ModelRuns]) -> Figure:
     return figure
 
 
-def exchange_nulls(one: ModelRuns, ax: Axes) -> Axes:
-    """What chance gives for balanced exchange, a line a null."""
+def exchange_nulls(one: ModelResults, ax: Axes) -> Axes:
+    """The nulls of balanced exchange, one line each."""
     for suffix, (label, color, style) in NULLS.items():
         ax.plot(one.depth, one.layers[f"{EXCHANGE}_{suffix}"], color=color, linestyle=style, label=label)
     return ax
 
 
-def _measure(one: ModelRuns, measure: str, ax: Axes, color: ColorType, marker: str) -> Axes:
+def _measure(one: ModelResults, measure: str, ax: Axes, color: ColorType, marker: str) -> Axes:
     values, reach = one.layers[measure], interval(one.layers, measure)
     return by_depth(pd.DataFrame({"depth": one.depth, "value": values, "value_reach": reach}), ax, color, marker)
 

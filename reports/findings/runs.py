@@ -1,4 +1,4 @@
-"""Saved runs of one model put together for ``docs/findings.md``: activations, the first position, costs of edits."""
+"""The saved runs of each model for ``docs/findings.md``: activations, the first position, costs of edits."""
 
 import json
 from collections.abc import Sequence
@@ -10,25 +10,25 @@ import pandas as pd
 
 from analysis.errors import UserError
 from analysis.run import Run
-from analysis.storage.directory import RUN_FILE
+from analysis.storage.files import COSTS, COSTS_BY_NEURON, CURVES, LAYERS, NEURONS, RUN_FILE
 from reports.causal.tables import ASYMMETRIES
 
 QUADRANTS = {"pp": "a > 0, b > 0", "pn": "a > 0, b ≤ 0", "np": "a ≤ 0, b > 0", "nn": "a ≤ 0, b ≤ 0"}
 UNEXPLAINED = "bilinear"
-"""The edit whose cost is set against the energy that it leaves unexplained, 1 − bilinear share."""
+"""The edit whose cost is divided by the energy that it leaves unexplained, 1 − bilinear share."""
 
 
 @dataclass(frozen=True)
-class ModelRuns:
-    """What a run says of one model.
+class ModelResults:
+    """The results of one model.
 
     Attributes:
         document: ``run.json``.
         layers, curves, neurons: the run's tables.
-        heaviest: the neuron that weighs most in each layer's balanced exchange.
-        first: the table of layers when the first position was counted too; None if not measured.
+        heaviest: the neuron of largest weight in each layer's balanced exchange.
+        first: the table of layers if the first position is counted too; None if not measured.
         costs: costs of edits on counted positions; None if not measured.
-        singly: neurons that were exchanged one by one; None if none were.
+        single_neurons: neurons that were exchanged one at a time; None if not measured.
     """
 
     document: dict[str, Any]
@@ -38,7 +38,7 @@ class ModelRuns:
     heaviest: pd.DataFrame
     first: pd.DataFrame | None = None
     costs: pd.DataFrame | None = None
-    singly: pd.DataFrame | None = None
+    single_neurons: pd.DataFrame | None = None
 
     @property
     def name(self) -> str:
@@ -50,15 +50,13 @@ class ModelRuns:
         return (self.layers["layer"] + 0.5) / self.document["model"]["n_layers"]
 
 
-def found_in(runs: Sequence[Path], first: Sequence[Path] = (), costs: Sequence[Path] = ()) -> list[ModelRuns]:
-    """Read runs, and to each the other runs of its model; UserError if one is not what its place says, or of no model."""
+def found_in(runs: Sequence[Path], first: Sequence[Path] = (), costs: Sequence[Path] = ()) -> list[ModelResults]:
+    """Read runs, and the other runs of each model; UserError for a run of the wrong kind or of another model."""
     documents = {directory: _document(directory) for directory in (*runs, *first, *costs)}
     names = [documents[directory]["model"]["name"] for directory in runs]
     for directory in (*first, *costs):
         if documents[directory]["model"]["name"] not in names:
-            raise UserError(
-                f"{directory} is of {documents[directory]['model']['name']}, the runs are of {', '.join(names)}"
-            )
+            raise UserError(f"{directory} is a run of {documents[directory]['model']['name']}, not of {', '.join(names)}")
     for directory in first:
         if skipped := documents[directory]["settings"]["skip_positions"]:
             raise UserError(f"{directory} skips {skipped} positions: analyze with --skip-positions 0")
@@ -73,13 +71,13 @@ def found_in(runs: Sequence[Path], first: Sequence[Path] = (), costs: Sequence[P
 
 
 def energy_by_quadrant(neurons: pd.DataFrame) -> pd.DataFrame:
-    """The share of each layer's energy in each sign pair, from those of its neurons; a silent neuron has none."""
+    """The share of each layer's energy in each sign pair, summed over its neurons with energy."""
     live = neurons[neurons["energy_share"] > 0]
     parts = {pair: live[f"quadrant_energy_{pair}"] * live["energy_share"] for pair in QUADRANTS}
     return pd.DataFrame(parts).groupby(live["layer"]).sum()
 
 
-def cost_per_asymmetry(one: ModelRuns, edit: str) -> pd.DataFrame:
+def cost_per_asymmetry(one: ModelResults, edit: str) -> pd.DataFrame:
     """By layer: the KL of an edit, that of its placebo, and the asymmetry of the activations under it."""
     assert one.costs is not None
     costs = one.costs[one.costs["edit"] == edit].set_index("layer")[["kl", "kl_placebo"]]
@@ -89,9 +87,9 @@ def cost_per_asymmetry(one: ModelRuns, edit: str) -> pd.DataFrame:
 
 
 def heaviest_neurons(run: Run, neurons: pd.DataFrame) -> pd.DataFrame:
-    """By layer, the neuron with most energy before and after balanced exchange together, w (E[h²] + E[h′²]).
+    """By layer, the neuron with the most energy before plus after balanced exchange, w (E[h²] + E[h′²]).
 
-    ``share`` is its share of that, the other columns are those of the table of neurons.
+    ``share`` is its share of that energy; the other columns are those of the table of neurons.
     """
     rows = []
     for index, layer in run.layers.items():
@@ -103,41 +101,41 @@ def heaviest_neurons(run: Run, neurons: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows).merge(placed, on=["layer", "place"])
 
 
-def _found(directory: Path, document: dict[str, Any], first: Path | None, costs: Path | None) -> ModelRuns:
-    layers = pd.read_csv(directory / "layers.csv")
+def _found(directory: Path, document: dict[str, Any], first: Path | None, costs: Path | None) -> ModelResults:
+    layers = pd.read_csv(directory / LAYERS)
     if "exchange_balanced_null_random" not in layers:
-        raise UserError(f"{directory} has no null of random weights: analyze with --null random-init")
-    neurons = pd.read_parquet(directory / "neurons.parquet")
-    return ModelRuns(
+        raise UserError(f"{directory} has no random-weight null: analyze with --null random-init")
+    neurons = pd.read_parquet(directory / NEURONS)
+    return ModelResults(
         document,
         layers,
-        pd.read_csv(directory / "curves.csv"),
+        pd.read_csv(directory / CURVES),
         neurons,
         heaviest_neurons(Run.load(directory), neurons),
-        None if first is None else pd.read_csv(first / "layers.csv"),
+        None if first is None else pd.read_csv(first / LAYERS),
         None if costs is None else _costs(costs),
-        None if costs is None else _singly(costs),
+        None if costs is None else _single_neurons(costs),
     )
 
 
 def _costs(directory: Path) -> pd.DataFrame:
     """Costs on counted positions; UserError if no sweep measured any."""
-    file = directory / "causal.csv"
+    file = directory / COSTS
     table = pd.read_csv(file) if file.is_file() else pd.DataFrame()
     if "kl" not in table:
         raise UserError(f"{directory} has no exact sweep: analyze with --causal exact or both")
     return table[table["positions"] == "counted"]
 
 
-def _singly(directory: Path) -> pd.DataFrame | None:
-    """What exchanging single neurons cost, where exchange is the first of the edits: that is the one made one by one."""
-    file = directory / "causal_neurons.csv"
-    first = pd.read_csv(directory / "causal.csv", nrows=1)["edit"].item()
+def _single_neurons(directory: Path) -> pd.DataFrame | None:
+    """Costs of exchanging single neurons, if exchange is the first edit: only the first is patched neuron by neuron."""
+    file = directory / COSTS_BY_NEURON
+    first = pd.read_csv(directory / COSTS, nrows=1)["edit"].item()
     return pd.read_csv(file) if file.is_file() and first == "exchange" else None
 
 
 def _document(directory: Path) -> dict[str, Any]:
     """``run.json``; UserError if there is none."""
     if not (directory / RUN_FILE).is_file():
-        raise UserError(f"{directory} holds no run (no {RUN_FILE}): name a directory that analyze wrote")
+        raise UserError(f"{directory} is not a run (no {RUN_FILE}): give a directory that analyze wrote")
     return dict(json.loads((directory / RUN_FILE).read_text(encoding="utf-8")))

@@ -1,8 +1,8 @@
-"""HTML pages: one file each, nothing linked, and nothing that came from outside can act.
+"""HTML pages: self-contained files in which no text from outside can run or change the layout.
 
-Text from models, file names, corpora and tokens is escaped by Jinja2, and characters that would act without being seen
-(controls, bidirectional marks, lone surrogates) are replaced by something to look at. A content security policy lets only
-the page's own script run, and lets nothing load.
+Text from models, file names, corpora and tokens is escaped by Jinja2, and invisible characters that affect the display
+(controls, bidirectional marks, lone surrogates) are replaced by visible ones. A content security policy allows only the
+page's own script to run, and nothing to load.
 """
 
 import base64
@@ -20,15 +20,15 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 TOKEN_LENGTH = 40
-"""Characters of a token that a cell shows."""
+"""Longer tokens are cut to this many characters."""
 THEMED = {"#262626": "var(--ink)", "#000000": "var(--ink)", "#666666": "var(--muted)", "#999999": "var(--muted)"}
 THEMED |= {"#cccccc": "var(--line)", "#ffffff": "var(--paper)"}
-"""Colours of text, axes and paper in figures, and what they become on a page that may be dark."""
+"""Colours of text, axes and background in figures, and the page's variables that replace them in light and dark mode."""
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 
 
 def render(template: str, **content: Any) -> str:
-    """A page from a template of this package; its script and style are put into it."""
+    """A page from a template of this package, with script and style inlined."""
     script = _source("table.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     inlined = {"script": Markup(script), "script_hash": f"sha256-{digest}", "style": Markup(_source("style.css"))}
@@ -36,27 +36,27 @@ def render(template: str, **content: Any) -> str:
 
 
 def visible(value: Any) -> Any:
-    """Text with every character that acts without being seen replaced by one that is seen; what is no text as it is."""
+    """Text with invisible characters replaced by visible ones; anything that is not text is unchanged."""
     if isinstance(value, Markup) or not isinstance(value, str):
         return value
-    return "".join(map(_shown, value))
+    return "".join(map(_visible_letter, value))
 
 
-def prose(sentence: str) -> Markup:
-    """A sentence whose runs of right-to-left letters are set apart, so that they do not reorder what stands around them."""
+def bidi_isolated(sentence: str) -> Markup:
+    """A sentence with its right-to-left runs isolated, so that they do not reorder the text around them."""
     runs = groupby(visible(sentence), key=lambda letter: unicodedata.bidirectional(letter) in ("R", "AL"))
     texts = ((right_to_left, "".join(letters)) for right_to_left, letters in runs)
-    return Markup().join(Markup("<bdi>{}</bdi>").format(text) if apart else escape(text) for apart, text in texts)
+    return Markup().join(Markup("<bdi>{}</bdi>").format(text) if rtl else escape(text) for rtl, text in texts)
 
 
 def token(text: str) -> Markup:
-    """A token in a cell: set apart, its spaces kept, cut where it is long."""
+    """A token in a cell: isolated, with its spaces kept, cut if it is long."""
     shown = text if len(text) <= TOKEN_LENGTH else f"{text[:TOKEN_LENGTH]}…"
     return Markup('<bdi class="token">{}</bdi>').format(visible(shown))
 
 
 def number(value: float | int) -> str:
-    """Three decimals, fewer for large numbers, a power of ten for tiny ones; a dash for none."""
+    """Three decimals, fewer for large numbers, an exponent for tiny ones; a dash for NaN."""
     if not math.isfinite(value):
         return "–" if math.isnan(value) else "∞" if value > 0 else "−∞"
     if 0 < abs(value) < 0.001:
@@ -71,12 +71,12 @@ def standard_error(value: float) -> str:
 
 
 def inline_svg(figure: Figure, name: str, label: str) -> Markup:
-    """A figure as part of a page: it takes the page's colours, and its ids are its own.
+    """A figure as inline SVG with the colours of the page and unique ids.
 
     Args:
-        figure: drawn on any paper; it becomes transparent.
+        figure: its background becomes transparent.
         name: a prefix for its ids, unique on the page.
-        label: what it shows, for readers who do not see it.
+        label: description for screen readers.
     """
     buffer = StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
@@ -88,8 +88,8 @@ def inline_svg(figure: Figure, name: str, label: str) -> Markup:
     return Markup('<svg {} role="img" aria-label="{}">').format(Markup(box[0] if box else ""), label) + Markup(body)
 
 
-def _shown(letter: str) -> str:
-    """Letters, marks and spaces stay; line ends and tabs have signs; everything else unseen is named by its code point."""
+def _visible_letter(letter: str) -> str:
+    """Letters, marks and spaces are kept, newlines and tabs get symbols, other invisible characters their code point."""
     if unicodedata.category(letter) not in ("Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp"):
         return letter
     return {"\n": "⏎", "\t": "⇥"}.get(letter, f"⟨U+{ord(letter):04X}⟩")
@@ -109,5 +109,10 @@ def _environment() -> jinja2.Environment:
         loader=_loader(), autoescape=True, finalize=visible, undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"prose": prose, "token": token, "number": number, "standard_error": standard_error}
+    environment.filters |= {
+        "bidi_isolated": bidi_isolated,
+        "token": token,
+        "number": number,
+        "standard_error": standard_error,
+    }
     return environment

@@ -1,7 +1,7 @@
-"""The page of one neuron: one HTML file that needs no network, also inside a notebook.
+"""The page of one neuron as a self-contained HTML file, which a notebook can show as well.
 
 page = NeuronPage(inspect_neuron(model, model.read(), "11:1229"))
-page                               in a notebook, shows itself
+page                               displayed in a notebook
 page.write("11-1229.html")
 page.standing                      the numbers as a DataFrame
 """
@@ -37,7 +37,7 @@ from reports.run.definitions import DEFINITIONS, LIMITS, NOTATION
 from reports.run.page import lines, shown_figures
 
 MARK = "gated-mlp-symmetry, page of a neuron"
-"""What a file must say in its head to be replaced without ``--force``."""
+"""A file with this mark in its head may be replaced without ``--force``."""
 HEIGHT = 720
 """Pixels of the frame in a notebook."""
 READOUTS = {
@@ -46,23 +46,23 @@ READOUTS = {
     "k": ("k through the embedding", "raise b", "lower b"),
 }
 PAIRS = (
-    "cos(q, q′)·cos(k, k′), the cosine of q⊗k, which scaling does not change; or, where it is larger, that of the "
-    "exchanged pair, cos(q, k′)·cos(k, q′)."
+    "cos(q, q′)·cos(k, k′), the cosine of q⊗k, which scaling does not change; or that of the exchanged pair, "
+    "cos(q, k′)·cos(k, q′), if it is larger."
 )
-ALIKE = {
-    "v": ("By value", "cos(v, v′): what they write."),
+SIMILARITIES = {
+    "v": ("By value", "cos(v, v′): what the neurons write."),
     "qk": ("By query and key", PAIRS),
 }
 DEFINED = (
     *("asymmetry", "exchange", "scaling", "euler", "bilinear", "placement", "gate", "…_null_g", "…_null_rep", "…_se"),
     *("energy", "cos_qk"),
 )
-"""How the names of those definitions begin that this page needs."""
+"""The definitions on this page, by how their names begin."""
 
 
 @dataclass(frozen=True)
-class Near:
-    """A token of a context as it is drawn: its text, its numbers, and how strong it is from 0 to 1."""
+class ShownToken:
+    """A token of a context on the page: its text, its numbers, and its |h| scaled to 0 to 1."""
 
     text: str
     numbers: str
@@ -73,11 +73,11 @@ class Near:
 
 @dataclass(frozen=True)
 class NeuronPage:
-    """A neuron's record, ready to be shown.
+    """The page of a neuron.
 
     Attributes:
         record: from ``hooks.neuron.inspect_neuron``.
-        command: what made it, if it was a command.
+        command: the command line that made it, if any.
     """
 
     record: NeuronRecord
@@ -85,7 +85,7 @@ class NeuronPage:
 
     @cached_property
     def standing(self) -> DataFrame:
-        """Its numbers, with errors, nulls and place in the layer: see ``reports.neuron.summary.standing``."""
+        """Its numbers, with errors, nulls and rank in the layer: see ``reports.neuron.summary.standing``."""
         return standing(self._columns, self.record.neuron)
 
     @cached_property
@@ -100,7 +100,7 @@ class NeuronPage:
 
     @cached_property
     def costs(self) -> DataFrame:
-        """What edits of it cost, if its run has causal results; else empty."""
+        """Costs of editing it, if its run has them; otherwise empty."""
         return DataFrame() if self.record.run is None else costs(Path(self.record.run), self.record)
 
     def html(self) -> str:
@@ -119,7 +119,7 @@ class NeuronPage:
             quadrants=self.quadrants.reset_index().to_dict(orient="records"),
             contexts=[(SIGNS[name], list(_drawn(found, _largest(record)))) for name, found in record.contexts.items()],
             readouts=[(*READOUTS[name], readout) for name, readout in record.readouts.items()],
-            alike=[(*ALIKE[name], found) for name, found in record.similar.items()],
+            similar=[(*SIMILARITIES[name], found) for name, found in record.similar.items()],
             costs=self.costs.to_dict(orient="records"),
             command=self.command,
             provenance=lines(
@@ -131,7 +131,7 @@ class NeuronPage:
         )
 
     def write(self, path: str | Path, force: bool = False) -> None:
-        """Write the page; UserError if something else is there and ``force`` is not set, or writing fails."""
+        """Write the page; UserError if another kind of file exists there and ``force`` is not set, or if writing fails."""
         target = Path(path)
         check_page(target, force)
         staging = target.with_name(f".writing-{target.name}")
@@ -144,7 +144,7 @@ class NeuronPage:
             raise UserError(f"cannot write {target} ({error.strerror}): choose another --out") from error
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, so that its style and a notebook's do not meet."""
+        """The page in a frame, so that its style does not affect the notebook."""
         frame = Markup('<iframe srcdoc="{}" title="neuron {}" sandbox="allow-scripts" style="{}"></iframe>')
         return str(frame.format(self.html(), self.record.name, f"width:100%;height:{HEIGHT}px;border:0"))
 
@@ -153,7 +153,7 @@ class NeuronPage:
 
     @property
     def sentences(self) -> list[str]:
-        """What the numbers say."""
+        """The summary in words."""
         return list(sentences(self.record, self.standing, self.quadrants))
 
     @cached_property
@@ -168,14 +168,14 @@ class NeuronPage:
 
 
 def check_page(path: Path, force: bool = False) -> None:
-    """UserError unless a page may be written there: nothing is there, or another page of a neuron, or ``force``."""
+    """UserError unless the path is free, holds the page of a neuron, or ``force`` is set."""
     if path.is_dir():
         raise UserError(f"{path} is a directory: name a file, like {path / 'neuron.html'}")
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if not above.is_dir():
         raise UserError(f"{above} is a file: choose another --out")
     if path.exists() and not force and not _is_page(path):
-        raise UserError(f"{path} is no page of a neuron: choose another --out or add --force")
+        raise UserError(f"{path} is not a page of a neuron: choose another --out or add --force")
 
 
 def _is_page(path: Path) -> bool:
@@ -184,23 +184,23 @@ def _is_page(path: Path) -> bool:
 
 
 def _captions(record: NeuronRecord) -> dict[str, tuple[str, str]]:
-    shown = f"{record.sample.shape[1]:,} of {record.n_tokens:,} counted tokens, chosen by a hash of their place"
+    shown = f"{record.sample.shape[1]:,} of {record.n_tokens:,} counted tokens, sampled by a hash of their position"
     beyond = outside(record)
-    border = f"; {beyond} lie beyond and are crosses at the border" if beyond else ""
+    border = f"; {beyond} outside the panel are crosses at its border" if beyond else ""
     return {
         "response": (
-            "Its tokens over the response of g, and over its exchanged mirror",
-            f"{shown}{border}. Where the two surfaces have the same colour under the tokens, exchange changes nothing.",
+            "Tokens over the response g(a, b) and its exchange g(b, a)",
+            f"{shown}{border}. If the two surfaces have the same colour under the tokens, exchange changes nothing.",
         ),
         "curve": (
             "Scaling by α",
-            "Asymmetry under (a, b) → (αa, b/α); →0 and →∞ are the limits, where the unit has them.",
+            "Asymmetry under (a, b) → (αa, b/α); →0 and →∞ are the limits, if the unit has them.",
         ),
     }
 
 
 def _cut(text: str) -> str:
-    """A token as it is drawn: cut where it is long."""
+    """A token, cut if it is long."""
     return text if len(text) <= TOKEN_LENGTH else f"{text[:TOKEN_LENGTH]}…"
 
 
@@ -209,14 +209,14 @@ def _largest(record: NeuronRecord) -> float:
     return max((float(context.h.abs().max()) for found in record.contexts.values() for context in found), default=0.0)
 
 
-def _drawn(contexts: tuple[Context, ...], largest: float) -> Iterator[tuple[Context, list[Near]]]:
-    """Contexts with their tokens shaded by |h| over the largest."""
+def _drawn(contexts: tuple[Context, ...], largest: float) -> Iterator[tuple[Context, list[ShownToken]]]:
+    """Contexts with their tokens, each with |h| over the largest."""
     for context in contexts:
         numbers = zip(context.texts, context.a.tolist(), context.b.tolist(), context.h.tolist(), strict=True)
         yield (
             context,
             [
-                Near(
+                ShownToken(
                     _cut(text),
                     f"a {a:.3g}, b {b:.3g}, h {h:.3g}".replace("-", "−"),
                     abs(h) / largest,

@@ -1,4 +1,4 @@
-"""Tables and sentences about one neuron: where it stands in its layer, its α curve, its sign pairs, what edits cost."""
+"""Tables and sentences about one neuron: its rank in its layer, scaling curve, sign pairs, and costs of edits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,52 +13,39 @@ from analysis.errors import UserError
 from analysis.measures import asymmetry as measures
 from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE
 from analysis.neuron import NeuronRecord
+from analysis.storage.files import NEURONS
 from analysis.sums.layout import QUADRANTS, scaling_name
+from reports.columns import meanings
 from reports.html.render import standard_error
 
-WEIGHTS = {
-    "norm_q": "‖q‖, norm gain folded",
-    "norm_k": "‖k‖, norm gain folded",
-    "norm_v": "‖v‖",
-    "cos_qk": "cosine of q and k",
-    "cos_qv": "cosine of q and v",
-    "cos_kv": "cosine of k and v",
-    "score": "‖q‖‖k‖‖v‖, the same for every k → βk, v → v/β",
-}
-MEASURES = {
-    "exchange": "asymmetry under a ↔ b, as stored",
-    "exchange_balanced": "the same with k brought to the length and side of q",
-    "scaling_half": "asymmetry under (a/2, 2b)",
-    "scaling_double": "asymmetry under (2a, b/2)",
-    "scaling_flip": "asymmetry under (−a, −b)",
-    "euler_residual": "break of infinitesimal scaling",
-    "placement": "asymmetry of σ(a)b and σ(ab)",
-    "bilinear_share": "share of its energy that c·ab explains",
-    "bilinear_coef": "that c",
-    "energy_share": "share of its layer's energy",
-    "gate_positive": "share of tokens with a > 0",
-    "corr_ab": "correlation of a and b",
-}
-"""Numbers of a neuron that stand beside the distribution of its layer, with a word on each."""
+WEIGHTS = meanings(NEURONS, "norm_q norm_k norm_v cos_qk cos_qv cos_kv score".split())
+MEASURES = meanings(
+    NEURONS,
+    (
+        "exchange exchange_balanced scaling_half scaling_double scaling_flip euler_residual placement bilinear_share "
+        "bilinear_coef energy_share gate_positive corr_ab"
+    ).split(),
+)
+"""Numbers of a neuron that are shown with their distribution over its layer."""
 SIGNS = {"pp": "a > 0, b > 0", "pn": "a > 0, b ≤ 0", "np": "a ≤ 0, b > 0", "nn": "a ≤ 0, b ≤ 0"}
 BINS = 25
 LONG_TAILED = 30
-"""A largest value beyond so many medians is drawn on a logarithmic axis."""
+"""A histogram is logarithmic if the largest value exceeds this many medians."""
 ATTRIBUTION = "attribution_"
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How a number is spread over the neurons of a layer.
+    """The distribution of a number over the neurons of a layer.
 
     Attributes:
-        bars: heights, the highest is 1.
-        mine: the bin that the neuron is in.
-        logarithmic: whether the bins have equal width in the logarithm.
+        bars: heights, the largest being 1.
+        own_bin: the bin of this neuron.
+        logarithmic: whether the bins are equally wide in the logarithm.
     """
 
     bars: tuple[float, ...]
-    mine: int
+    own_bin: int
     logarithmic: bool
 
 
@@ -67,10 +54,10 @@ Columns = dict[str, Tensor]
 
 
 def standing(columns: Columns, at: int) -> DataFrame:
-    """One row per number: its value with error and nulls where there are, and where it stands in its layer.
+    """One row per number: its value, with error and nulls if it has them, and its rank in its layer.
 
     Columns: ``name, value, se, null_gaussian, null_repaired, layer_median, rank, of, percentile``. The rank is 1 for the
-    largest; the percentile is the share of the layer's neurons that lie below, half of the equal ones included.
+    largest; the percentile is the share of the layer's neurons below, counting half of those that are equal.
     """
     rows = []
     for name in (*WEIGHTS, *MEASURES):
@@ -88,7 +75,7 @@ def standing(columns: Columns, at: int) -> DataFrame:
 
 
 def histogram(values: np.ndarray, at: int) -> Histogram | None:
-    """The layer's distribution of a number; None where the neuron has none."""
+    """The layer's distribution of a number; None if this neuron has no value."""
     value, known = values[at], values[np.isfinite(values)]
     if not np.isfinite(value):
         return None
@@ -96,8 +83,8 @@ def histogram(values: np.ndarray, at: int) -> Histogram | None:
     known, value = (np.log(known), np.log(value)) if logarithmic else (known, value)
     edges = np.histogram_bin_edges(known, BINS)
     counts, _ = np.histogram(known, edges)
-    mine = min(int(np.searchsorted(edges, value, side="right")) - 1, BINS - 1)
-    return Histogram(tuple(np.sqrt(counts / counts.max()).tolist()), mine, logarithmic)
+    own_bin = min(int(np.searchsorted(edges, value, side="right")) - 1, BINS - 1)
+    return Histogram(tuple(np.sqrt(counts / counts.max()).tolist()), own_bin, logarithmic)
 
 
 def curve(record: NeuronRecord) -> DataFrame:
@@ -120,13 +107,13 @@ def curve(record: NeuronRecord) -> DataFrame:
 
 
 def quadrants(columns: Columns, at: int) -> DataFrame:
-    """Shares of tokens and of energy in every sign pair, of the neuron and of the median neuron of its layer."""
+    """Shares of tokens and of energy for every sign pair, of the neuron and of the median neuron of its layer."""
     rows = []
     for quadrant in QUADRANTS:
         tokens, energy = columns[f"quadrant_{quadrant}"], columns[f"quadrant_energy_{quadrant}"]
         medians = float(tokens.nanquantile(0.5)), float(energy.nanquantile(0.5))
-        mine = float(tokens[at]), float(energy[at])
-        rows.append((quadrant, SIGNS[quadrant], mine[0], medians[0], mine[1], medians[1]))
+        own = float(tokens[at]), float(energy[at])
+        rows.append((quadrant, SIGNS[quadrant], own[0], medians[0], own[1], medians[1]))
     names = ["quadrant", "signs", "tokens", "tokens_median", "energy", "energy_median"]
     return DataFrame(rows, columns=names).set_index("quadrant")
 
@@ -161,43 +148,42 @@ def sentences(record: NeuronRecord, table: DataFrame, parts: DataFrame) -> Itera
         f"median: {_place(score)}."
     )
     if np.isfinite(cosine["value"]):
-        yield f"Query and key have the cosine {_signed(cosine['value'])} (layer median {_signed(cosine['layer_median'])})."
+        yield f"The cosine of query and key is {_signed(cosine['value'])} (layer median {_signed(cosine['layer_median'])})."
     if parts["energy"].isna().any():
-        yield "h was 0 on every counted token, so that its ratios are undefined."
+        yield "h is 0 on every counted token, so its ratios are undefined."
     else:
         largest, open_share = parts.loc[parts["energy"].idxmax()], table.loc["gate_positive", "value"]
         gate = f"open (a > 0) on {open_share:.2%} of the tokens" if open_share else "closed (a ≤ 0) on every token"
         yield (
-            f"Its gate is {gate}; {largest['energy']:.0%} of its energy lies where {largest['signs']}, on "
+            f"Its gate is {gate}; {largest['energy']:.0%} of its energy is at {largest['signs']}, on "
             f"{largest['tokens']:.1%} of the tokens."
         )
     balanced = table.loc["exchange_balanced"]
     if np.isfinite(balanced["value"]):
         yield (
-            f"Exchanging its query and key, brought to one length and side, changes it by an asymmetry of "
-            f"{_with_error(balanced)}: {_place(balanced)}. Re-paired with other neurons it would be "
-            f"{balanced['null_repaired']:.3f}{_differs(record)}."
+            f"Its balanced exchange asymmetry is {_with_error(balanced)}: {_place(balanced)}. "
+            f"The permutation null is {balanced['null_repaired']:.3f}{_differs(record)}."
         )
     double, flip = table.loc["scaling_double"], table.loc["scaling_flip"]
     if np.isfinite(double["value"]) and np.isfinite(flip["value"]):
-        yield f"Scaling by α = 2 changes it by {_with_error(double)}, the sign flip by {_with_error(flip)}."
+        yield f"Its asymmetry under scaling by α = 2 is {_with_error(double)}, under the sign flip {_with_error(flip)}."
     share = table.loc["bilinear_share"]
     if np.isfinite(share["value"]):
         best = f"{table.loc['bilinear_coef', 'value']:.3g}".replace("-", "−")
-        yield f"The bilinear unit c·ab explains {share['value']:.0%} of its energy at best, with c = {best}."
+        yield f"The bilinear unit c·ab explains at best {share['value']:.0%} of its energy, with c = {best}."
     yield _peak(record)
 
 
 def remarks(record: NeuronRecord) -> Iterator[str]:
-    """What a reader must know before believing a number."""
+    """What to know before relying on a number."""
     if record.run is not None and not record.same_text:
         yield (
-            f"Numbers are those of the run {record.run}, which counted another text; the sample and the contexts are from "
-            f"{record.corpus['name']}."
+            f"The numbers are from the run {record.run}, which counted a different text; the sample and the contexts are "
+            f"from {record.corpus['name']}."
         )
     stored = record.model["weights"]
     if "bit" in stored or "quantized" in stored:
-        yield f"The weights were stored in few bits ({stored}); cosines and read-outs are of what was stored."
+        yield f"The weights are quantized ({stored}); cosines and readouts are those of the quantized weights."
     if record.corpus["cut_at_max_tokens"]:
         yield "The corpus was cut at --tokens."
 
@@ -227,7 +213,7 @@ def _differs(record: NeuronRecord) -> str:
     if not bool(q[record.neuron].isfinite()):
         return ""
     verb = "differs" if bool(differs[record.neuron]) else "does not differ"
-    return f"; it {verb} from them at a false discovery rate of {FALSE_DISCOVERY_RATE:.0%} in its layer"
+    return f"; it {verb} from it at a false discovery rate of {FALSE_DISCOVERY_RATE:.0%} in its layer"
 
 
 def _signed(value: float) -> str:

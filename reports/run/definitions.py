@@ -1,6 +1,9 @@
-"""What each number of a report is: the formula and, where a reader may stumble, what it does not say."""
+"""Definitions for the report: the formula of each number, a note on how to read it, and the columns on the page."""
 
 from dataclasses import dataclass
+
+from analysis.storage.files import EXPERTS, EXTREMES, LAYERS, NEURONS
+from reports.columns import meanings
 
 
 @dataclass(frozen=True)
@@ -8,7 +11,7 @@ class Definition:
     """One entry of the section on method.
 
     Attributes:
-        names: the columns it explains.
+        names: the columns that it defines.
         formula: in the notation of ``NOTATION``.
         text: one or two sentences.
     """
@@ -20,27 +23,26 @@ class Definition:
 
 NOTATION = (
     "x is the input of the MLP after its norm; neuron j has the query q (gate row), the key k (up row) and the value v "
-    "(down column); a = ⟨q, x⟩, b = ⟨k, x⟩, plus biases where there are any; σ is the gate activation, h = g(a, b) the "
-    "unit, which is σ(a)·b unless the acceptance block says otherwise, w = ‖v‖² the weight of a neuron. Σ runs over "
-    "counted tokens; for a layer also over neurons, weighted by w, as one ratio of sums and never as a mean of ratios."
+    "(down column); a = ⟨q, x⟩, b = ⟨k, x⟩, plus any biases; σ is the gate activation, h = g(a, b) the "
+    "unit, which is σ(a)·b unless the acceptance checks state otherwise, w = ‖v‖² the weight of a neuron. Σ runs over "
+    "counted tokens; for a layer also over neurons, weighted by w, as one ratio of sums rather than a mean of ratios."
 )
 ASYMMETRY = Definition(
-    "asymmetry of two versions f, f′",
+    "asymmetry between f and f′",
     "A(f, f′) = Σ(f − f′)² / 2(Σf² + Σf′²)",
-    "0: nothing changes. 0.5: as different as two unrelated signals of equal energy. 1: the sign turns.",
+    "0: nothing changes. 0.5: as different as two unrelated signals of equal energy. 1: the sign is reversed.",
 )
 DEFINITIONS = (
     ASYMMETRY,
     Definition(
         "exchange",
         "A(g(a, b), g(b, a))",
-        "Gate and up pre-activations change places. It depends on the length and side of k, which the model never sees.",
+        "Gate and up pre-activations are swapped. It depends on the norm and sign of k, to which the model is blind.",
     ),
     Definition(
         "exchange_balanced",
         "A(g(a, βb)/β, g(βb, a)/β) with β = ±‖q‖/‖k‖",
-        "Exchange after k is brought to the length of q and to its side (cos(q, k) ≥ 0): the same for every k → βk, "
-        "v → v/β.",
+        "Exchange after k is rescaled to the norm of q with cos(q, k) ≥ 0: unchanged by every k → βk, v → v/β.",
     ),
     Definition(
         "scaling_half, scaling_double, scaling_flip",
@@ -50,177 +52,130 @@ DEFINITIONS = (
     Definition(
         "euler_residual",
         "√( Σ(a ∂g/∂a − b ∂g/∂b)² / Σh² )",
-        "Scaling by an infinitesimal amount; 0 where σ is homogeneous of degree 1, as ReLU is.",
+        "Response to infinitesimal scaling; 0 if σ is homogeneous of degree 1, like ReLU.",
     ),
     Definition(
         "bilinear_share, bilinear_coef",
         "(Σ h·ab)² / (Σh² Σ(ab)²), c = Σ h·ab / Σ(ab)²",
-        "The share of the energy that c·ab explains, each neuron with its own best c.",
+        "The share of the energy explained by c·ab, with the best c for each neuron.",
     ),
     Definition(
         "placement, placement_balanced",
         "A(σ(a)·b, σ(ab))",
-        "Distance to the symmetric form that has the nonlinearity outside; balanced as above.",
+        "Distance to the symmetric form with the nonlinearity applied to the product; balanced as above.",
     ),
-    Definition("gate_positive", "share of tokens with a > 0", "A layer's number is the plain mean over its neurons."),
+    Definition("gate_positive", "share of tokens with a > 0", "A layer's number is the unweighted mean over its neurons."),
     Definition(
         "…_token_median, …_token_q1, …_token_q3",
-        "median and quartiles over tokens of the token's own ratio",
-        "One token with a massive activation can own a pooled number; it cannot own a median.",
+        "median and quartiles over tokens of each token's own ratio",
+        "A single token with a massive activation can dominate a pooled number, but not a median.",
     ),
     Definition(
         "…_trimmed, top_token_share, effective_tokens",
         "the number without the 0.1 % of tokens of largest energy; the share of the largest; (Σe)² / Σe² over energies e",
-        "A layer is marked * where its energy sits in effectively under 1 % of the tokens, or where leaving out 0.1 % of "
-        "them moves one of its measures by over a tenth of itself.",
+        "A layer is marked * if its effective number of tokens is below 1 % of all, or if leaving out 0.1 % of the tokens "
+        "changes one of its measures by more than 10 %.",
     ),
     Definition(
         "effective_neurons",
         "(Σe)² / Σe² over neurons, e = w (Σh² + Σh′²) before and after balanced exchange",
-        "By how many neurons a layer's balanced exchange is effectively made.",
+        "The effective number of neurons that determine a layer's balanced exchange.",
     ),
     Definition(
         "…_null_gaussian",
         "the number if (a, b) were Gaussian with the neuron's own means and covariance",
-        "A layer that equals it has no structure beyond two moments.",
+        "A layer that equals it shows no structure beyond the first two moments.",
     ),
     Definition(
         "…_null_repaired",
-        "the number if a neuron's a met another neuron's b",
-        "For scaling every other neuron in turn, for exchange random pairings.",
+        "the number if each neuron's a were paired with the b of another neuron",
+        "A permutation null: for scaling over all other neurons, for exchange over random permutations.",
     ),
     Definition(
         "…_null_random",
         "the number of the same architecture with fresh random weights on the same tokens",
-        "There only if the run was made with --null random-init.",
+        "Only if the run was made with --null random-init.",
     ),
     Definition(
         "…_se, ±, 95 % intervals",
         "SE² = (K − 1)/K · Σₖ (R₍ₖ₎ − R̄)²",
         "A jackknife over K blocks of sequences: R₍ₖ₎ is the number without block k, an interval is ± t SE with K − 1 "
-        "degrees of freedom. It is about this kind of text and says nothing about others.",
+        "degrees of freedom. It covers sampling from this kind of text, not other kinds.",
     ),
     Definition(
         "…_repaired_q, …_repaired_differs",
-        "false discovery rate at which a neuron differs from its re-pairings, by layer",
-        "True at 5 % or less.",
+        "false discovery rate at which a neuron differs from its permutation null, within its layer",
+        "True if the rate is at most 5 %.",
     ),
     Definition(
         "energy_share",
-        "w Σh² over that of the layer",
-        "How much of its layer's output energy a neuron has, cross terms aside.",
+        "w Σh² over the sum for the layer",
+        "A neuron's share of its layer's output energy, cross terms ignored.",
     ),
     Definition(
         "cos_qk, cos_qv, cos_kv, norm_q, norm_k, norm_v",
-        "cosines and lengths of q, k and v",
-        "From the weights, with the gain of the norm before the MLP folded into q and k, what is applied after it into v.",
+        "cosines and norms of q, k and v",
+        "From the weights, with the gain of the norm before the MLP folded into q and k, and that of what follows into v.",
     ),
     Definition(
-        "score, score_max_ratio", "‖q‖‖k‖‖v‖, and the largest over the median", "The same for every k → βk, v → v/β."
+        "score, score_max_ratio", "‖q‖‖k‖‖v‖, and the largest over the median", "Unchanged by every k → βk, v → v/β."
     ),
     Definition(
         "interaction_antisymmetry",
-        "½(1 − ⟨T, Tᵀ⟩/‖T‖²) of T = Σⱼ vⱼ⊗qⱼ⊗kⱼ, q and k exchanged in Tᵀ",
+        "½(1 − ⟨T, Tᵀ⟩/‖T‖²) for T = Σⱼ vⱼ⊗qⱼ⊗kⱼ, with q and k exchanged in Tᵀ",
         "Weights only. 0: every q is parallel to its k; 0.5: unrelated.",
     ),
     Definition(
         "size (extreme neurons)",
-        "max |h|·‖v‖ over all tokens fed",
-        "The first positions, which are fed but not counted, are included: massive activations sit there.",
+        "max |h|·‖v‖ over all tokens fed to the model",
+        "Includes the first positions, which are fed but not counted: massive activations occur there.",
     ),
 )
 MIXTURE = Definition(
     "expert, token_share, few_tokens",
     "every Σ over tokens is Σ r² over the tokens routed to the expert, r the routing weight",
-    "What an expert writes is r·h. A layer pools over the neurons of all its experts; a token's own number over those of "
-    "the experts that it went to. Re-paired neurons are of one expert. The shared expert takes every token.",
+    "An expert writes r·h. A layer pools over the neurons of all its experts, a token's own number over the experts "
+    "it was routed to. The permutation null permutes within an expert. The shared expert receives every token.",
 )
 CAUSAL = Definition(
     "kl_…, dce_…, …_placebo",
     "KL(base ‖ edited) and CE(edited) − CE(base), in nats per token",
-    "One layer's units are edited in the running model; the placebo is a random change of the same size.",
+    "One layer's units are edited during the forward pass; the placebo is a random change of the same size.",
 )
 LIMITS = (
-    "Asymmetries are statements about activations, not about loss: a large one need not matter to the model. Errors are "
-    "those of this text. Weights that were stored in few bits are measured as they were stored."
+    "Asymmetries describe activations, not loss: a large one need not matter to the model. Standard errors cover only this "
+    "text. Quantized weights are measured as stored."
 )
-NEURON_COLUMNS = {
-    "layer": "layer of the model, from 0",
-    "expert": "index of the expert in its layer",
-    "neuron": "index in its layer, or in its expert, from 0",
-    "n_tokens": "counted tokens routed to it",
-    "score": "‖q‖‖k‖‖v‖",
-    "energy_share": "share of its layer's energy",
-    "exchange": "asymmetry under a ↔ b, as stored",
-    "exchange_balanced": "the same with k brought to the length and side of q",
-    "exchange_balanced_se": "its standard error",
-    "exchange_balanced_null_gaussian": "what Gaussian (a, b) of equal moments would give",
-    "exchange_balanced_null_repaired": "what re-paired neurons give",
-    "exchange_balanced_repaired_q": "false discovery rate of differing from re-paired neurons",
-    "scaling_double": "asymmetry under (2a, b/2)",
-    "scaling_flip": "asymmetry under (−a, −b)",
-    "euler_residual": "break of infinitesimal scaling",
-    "bilinear_share": "share of energy that c·ab explains",
-    "bilinear_coef": "that c",
-    "placement": "asymmetry of σ(a)b and σ(ab)",
-    "gate_positive": "share of tokens with a > 0",
-    "corr_ab": "correlation of a and b",
-    "std_a": "standard deviation of a",
-    "std_b": "standard deviation of b",
-    "cos_qk": "cosine of query and key",
-    "cos_qv": "cosine of query and value",
-    "cos_kv": "cosine of key and value",
-    "norm_q": "length of q, norm gain folded",
-    "norm_k": "length of k, norm gain folded",
-    "norm_v": "length of v, with what is applied after it folded",
-}
-"""The columns of neurons.parquet that go into the page, with a word on each; the page says where the rest is."""
-LAYER_COLUMNS = {
-    "exchange": "asymmetry under a ↔ b, as stored",
-    "exchange_balanced": "the same with k brought to the length and side of q",
-    "exchange_balanced_token_median": "median over tokens",
-    "exchange_balanced_null_gaussian": "what Gaussian (a, b) of equal moments would give",
-    "exchange_balanced_null_repaired": "what re-paired neurons give",
-    "exchange_balanced_null_random": "what random weights give",
-    "n_exchange_balanced_differs": "neurons that differ from re-paired ones, false discovery rate 5 %",
-    "scaling_half": "asymmetry under (a/2, 2b)",
-    "scaling_double": "asymmetry under (2a, b/2)",
-    "scaling_flip": "asymmetry under (−a, −b)",
-    "euler_residual": "break of infinitesimal scaling",
-    "bilinear_share": "share of energy that c·ab explains",
-    "placement": "asymmetry of σ(a)b and σ(ab)",
-    "gate_positive": "share of open gates",
-    "top_token_share": "energy of the largest token",
-    "effective_tokens": "in how many tokens the energy effectively sits",
-    "effective_neurons": "by how many neurons balanced exchange is effectively made",
-    "cos_qk_abs_mean": "mean |cos(q, k)|",
-    "score_max_ratio": "largest score over the median",
-    "interaction_antisymmetry": "of the weights alone",
-}
-"""The columns of layers.csv that go into the page, with a word on each."""
-EXPERT_COLUMNS = {
-    "n_tokens": "counted tokens routed to it",
-    "token_share": "share of the layer's counted tokens",
-    "energy_share": "share of its layer's energy",
-    "exchange": "asymmetry under a ↔ b, as stored",
-    "exchange_balanced": "the same with k brought to the length and side of q",
-    "exchange_balanced_null_repaired": "what re-paired neurons of the expert give",
-    "scaling_double": "asymmetry under (2a, b/2)",
-    "scaling_flip": "asymmetry under (−a, −b)",
-    "euler_residual": "break of infinitesimal scaling",
-    "bilinear_share": "share of energy that c·ab explains",
-    "gate_positive": "share of open gates",
-    "cos_qk_abs_mean": "mean |cos(q, k)|",
-}
-"""The columns of experts.csv that go into the page, with a word on each."""
-EXTREME_COLUMNS = {
-    "size": "|h|·‖v‖ at its largest",
-    "h": "h there",
-    "a": "gate pre-activation there",
-    "b": "up pre-activation there",
-    "window": "window of the corpus",
-    "position": "position in it",
-    "cos_qk": "cosine of query and key",
-    "score_ratio": "score over the layer's median",
-}
-"""Numbers of extremes.csv that go into the page."""
+NEURON_COLUMNS = meanings(
+    NEURONS,
+    (
+        "layer expert neuron n_tokens score energy_share exchange exchange_balanced exchange_balanced_se "
+        "exchange_balanced_null_gaussian exchange_balanced_null_repaired exchange_balanced_repaired_q scaling_double "
+        "scaling_flip euler_residual bilinear_share bilinear_coef placement gate_positive corr_ab std_a std_b cos_qk "
+        "cos_qv cos_kv norm_q norm_k norm_v"
+    ).split(),
+)
+"""The columns of neurons.parquet on the page, with their meanings."""
+LAYER_COLUMNS = meanings(
+    LAYERS,
+    (
+        "exchange exchange_balanced exchange_balanced_token_median exchange_balanced_null_gaussian "
+        "exchange_balanced_null_repaired exchange_balanced_null_random n_exchange_balanced_differs scaling_half "
+        "scaling_double scaling_flip euler_residual bilinear_share placement gate_positive top_token_share "
+        "effective_tokens effective_neurons cos_qk_abs_mean score_max_ratio interaction_antisymmetry"
+    ).split(),
+)
+"""The columns of layers.csv on the page."""
+EXPERT_COLUMNS = meanings(
+    EXPERTS,
+    (
+        "n_tokens token_share energy_share exchange exchange_balanced exchange_balanced_null_repaired scaling_double "
+        "scaling_flip euler_residual bilinear_share gate_positive cos_qk_abs_mean"
+    ).split(),
+)
+"""The columns of experts.csv on the page."""
+EXTREME_COLUMNS = meanings(
+    EXTREMES,
+    ("size h a b window position cos_qk score_ratio").split(),
+)
+"""The numbers of extremes.csv on the page."""

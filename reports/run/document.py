@@ -1,6 +1,6 @@
-"""The summary of a run as one JSON document: the numbers behind the verdict, for scripts.
+"""The summary of a run as one JSON document for scripts: the numbers behind the verdict.
 
-A number that does not exist is null. Tables by neuron are in the run's directory, whose files the document names.
+A number that does not exist is null. The table of neurons is not in it; the document gives the paths of all files.
 """
 
 import json
@@ -12,16 +12,16 @@ from typing import Any
 import pandas as pd
 
 from analysis.run import Run
-from reports.directory import EXPERTS, REPORT
+from analysis.storage.files import CURVES, EXPERTS, EXTREMES, LAYERS, NEURONS, REPORT, RUN_FILE
 from reports.run.summary import against_chance, remarks, verdict
 from reports.tables import Tables
 
-FILES = ("run.json", "layers.csv", "neurons.parquet", "curves.csv", "extremes.csv", REPORT)
+FILES = (RUN_FILE, LAYERS, NEURONS, CURVES, EXTREMES, REPORT)
 VERDICT_MEASURES = ("exchange", "exchange_balanced", "scaling_double", "scaling_flip", "bilinear_share")
 
 
 def summary_json(run: Run, tables: Tables, directory: Path) -> str:
-    """What a reader of the verdict learns: model, numbers, checks, remarks, the table of layers, where the files are."""
+    """Model, verdict, checks, remarks, the tables of layers and experts, and the paths of the files."""
     document = {
         "passed": run.passed,
         "model": run.model,
@@ -42,18 +42,18 @@ def summary_json(run: Run, tables: Tables, directory: Path) -> str:
 
 
 def records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """One record a row; NaN and ∞, which JSON does not have, are None."""
+    """One record per row; NaN and ∞, which JSON does not have, become None."""
     finite = table.notna() & ~table.isin([math.inf, -math.inf])
     return table.astype(object).where(finite, None).to_dict(orient="records")
 
 
 def files_of(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """The paths of files in a directory, by name."""
+    """The path of each file in a directory, by name."""
     return {name: str(directory / name) for name in names}
 
 
 def to_json(document: dict[str, Any]) -> str:
-    """Indented, as UTF-8 text that holds no NaN."""
+    """Indented JSON; raises ValueError for a NaN."""
     return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
 
 
@@ -70,9 +70,9 @@ def _verdict(tables: Tables) -> dict[str, Any]:
 
 
 def _over_layers(layers: pd.DataFrame, name: str) -> dict[str, float | int] | None:
-    """Median and range over layers, and the layer of the largest; None where a layer has no number."""
+    """Median and range over layers, and the layer of the maximum; None if any layer has no value."""
     values = layers.set_index("layer")[name]
     if values.isna().any():
         return None
-    extent = {"median": float(values.median()), "min": float(values.min()), "max": float(values.max())}
-    return extent | {"layer_of_max": int(values.idxmax())}
+    summary = {"median": float(values.median()), "min": float(values.min()), "max": float(values.max())}
+    return summary | {"layer_of_max": int(values.idxmax())}

@@ -1,9 +1,10 @@
-"""Figures: functions from a table and an axes to that axes, and the set that a run's directory holds.
+"""The figures of a run: functions from a table and an axes to that axes.
 
-They are drawn on plain Figure objects, never through pyplot, so they need no display and leave no state behind.
+They are drawn on Figure objects without pyplot, so they need no display and leave no global state.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -14,9 +15,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from analysis.measures.jackknife import t95
+from analysis.storage.files import FIGURES
 from analysis.weights.experts import SHARED
 from reports.tables import Tables
 
+DPI = 200
 PALETTE = sns.color_palette("colorblind")
 POOLED, TOKENS, GAUSSIAN, REPAIRED, RANDOM = (PALETTE[i] for i in (0, 1, 7, 4, 2))
 
@@ -34,22 +37,22 @@ MAIN_MEASURES = {
 """The panels of the figure of measures, with their titles."""
 EXCHANGES = {
     "exchange": "Exchange asymmetry, as stored",
-    "exchange_balanced": "Exchange asymmetry, k brought to the size of q",
+    "exchange_balanced": "Exchange asymmetry, k rescaled to the norm of q",
 }
 NULLS = {
     "null_gaussian": ("null: Gaussian (a, b)", GAUSSIAN, "--"),
-    "null_repaired": ("null: re-paired neurons", REPAIRED, ":"),
+    "null_repaired": ("null: permutation", REPAIRED, ":"),
     "null_random": ("null: random weights", RANDOM, "-."),
 }
 
 
 def interval(layers: pd.DataFrame, column: str) -> pd.Series:
-    """Half the width of the 95 % interval of a column, by Student's t with one degree of freedom less than blocks."""
+    """Half the width of the 95 % interval of a column: Student's t with one degree of freedom less than blocks."""
     return layers[f"{column}_se"] * layers["n_blocks"].map(t95)
 
 
 def exchange_by_layer(layers: pd.DataFrame, ax: Axes, column: str = "exchange") -> Axes:
-    """Exchange asymmetry with its 95 % interval, the middle half of the tokens, and every null."""
+    """Exchange asymmetry with its 95 % interval, quartiles over tokens, and every null."""
     measure_by_layer(layers, ax, column, EXCHANGES[column])
     ax.axhline(0.5, color="0.6", linewidth=0.8)
     ax.text(0.003, 0.505, "unrelated", color="0.4", fontsize=8, transform=ax.get_yaxis_transform())
@@ -58,11 +61,11 @@ def exchange_by_layer(layers: pd.DataFrame, ax: Axes, column: str = "exchange") 
 
 
 def measure_by_layer(layers: pd.DataFrame, ax: Axes, column: str, title: str = "") -> Axes:
-    """One measure, pooled, with its 95 % interval; where there are, its nulls and the middle half of the tokens."""
+    """One measure, pooled, with its 95 % interval, and with its nulls and quartiles over tokens if it has them."""
     x = layers["layer"]
     if f"{column}_token_q1" in layers:
         low, high = layers[f"{column}_token_q1"], layers[f"{column}_token_q3"]
-        ax.fill_between(x, low, high, color=TOKENS, alpha=0.2, linewidth=0, label="middle half of the tokens")
+        ax.fill_between(x, low, high, color=TOKENS, alpha=0.2, linewidth=0, label="quartiles over tokens")
         ax.plot(x, layers[f"{column}_token_median"], color=TOKENS, marker="s", markersize=3, label="median over tokens")
     for suffix, (label, color, style) in NULLS.items():
         if f"{column}_{suffix}" in layers:
@@ -82,7 +85,7 @@ def measure_by_layer(layers: pd.DataFrame, ax: Axes, column: str, title: str = "
 
 
 def scaling_heatmap(curves: pd.DataFrame, ax: Axes) -> Axes:
-    """Asymmetry under (a, b) → (αa, b/α), one row a layer and one column a scale."""
+    """Asymmetry under (a, b) → (αa, b/α), one row per layer and one column per scale."""
     grid = curves.pivot(index="layer", columns="alpha", values="asymmetry")
     grid.columns = [alpha_label(alpha) for alpha in grid.columns]
     norm = PowerNorm(0.5, vmin=0, vmax=0.5)  # small asymmetries near α = 1 stay visible
@@ -93,7 +96,7 @@ def scaling_heatmap(curves: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def neuron_exchange(neurons: pd.DataFrame, ax: Axes) -> Axes:
-    """How the exchange asymmetry of single neurons is distributed in each layer."""
+    """Distribution of the exchange asymmetry of single neurons in each layer."""
     layers = sorted(neurons["layer"].unique())
     position = neurons["layer"].map({layer: place for place, layer in enumerate(layers)})
     bins = (np.arange(len(layers) + 1) - 0.5, np.linspace(0, 1, 81))
@@ -112,18 +115,18 @@ def neuron_exchange(neurons: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def experts_by_layer(experts: pd.DataFrame, ax: Axes) -> Axes:
-    """Balanced exchange of every expert, one column of points a layer; hollow where it saw few tokens."""
+    """Balanced exchange of every expert by layer; hollow markers have few tokens."""
     _experts(experts, experts["layer"], ax, dict.fromkeys(experts["layer"], POOLED))
     ax.set(title="Experts of each layer", ylabel="exchange asymmetry, balanced")
     return _by_layer(ax)
 
 
 def experts_by_share(experts: pd.DataFrame, ax: Axes) -> Axes:
-    """The same against the share of the layer's tokens that the expert took; the darker, the later the layer."""
+    """The same against the expert's share of the layer's tokens; darker means later layers."""
     layers = list(dict.fromkeys(experts["layer"]))
     colors = dict(zip(layers, sns.color_palette("crest", len(layers)), strict=True))
     _experts(experts, experts["token_share"], ax, colors)
-    ax.set(title="By share of tokens; the darker, the later the layer", xlabel="share of tokens", xscale="log")
+    ax.set(title="By share of tokens; darker: later layers", xlabel="share of tokens", xscale="log")
     percent = FuncFormatter(lambda share, _: f"{100 * share:.3g} %")
     ax.xaxis.set_major_formatter(percent)
     ax.xaxis.set_minor_formatter(percent if ax.get_xlim()[1] / ax.get_xlim()[0] < 10 else NullFormatter())
@@ -132,7 +135,7 @@ def experts_by_share(experts: pd.DataFrame, ax: Axes) -> Axes:
 
 
 def _experts(experts: pd.DataFrame, x: pd.Series, ax: Axes, colors: Mapping[int, tuple[float, float, float]]) -> None:
-    """One point an expert that has a number: filled with the color of its layer, or hollow."""
+    """One point per expert with a number: filled with the color of its layer, or hollow if it has few tokens."""
     known = experts["exchange_balanced"].notna()
     for shared, marker in ((False, "o"), (True, "D")):
         for few in (False, True):
@@ -148,7 +151,7 @@ def _experts(experts: pd.DataFrame, x: pd.Series, ax: Axes, colors: Mapping[int,
 
 
 def draw_all(tables: Tables) -> dict[str, Figure]:
-    """Every figure of a run's directory, by file name without its ending."""
+    """Every figure of a run's directory, by file name without extension."""
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"):
         figures = {
             "exchange": _exchange(tables.layers),
@@ -161,6 +164,13 @@ def draw_all(tables: Tables) -> dict[str, Figure]:
         return figures
 
 
+def save_figures(figures: Mapping[str, Figure], folder: Path, dpi: int) -> None:
+    """Save every figure as ``figures/NAME.png`` in an existing folder."""
+    (folder / FIGURES).mkdir()
+    for name, figure in figures.items():
+        figure.savefig(folder / FIGURES / f"{name}.png", dpi=dpi)
+
+
 def _single(draw: Callable[[Axes], Axes], height: float = 4.0) -> Figure:
     figure = Figure(figsize=(7.5, height), layout="constrained")
     draw(figure.add_subplot())
@@ -168,7 +178,7 @@ def _single(draw: Callable[[Axes], Axes], height: float = 4.0) -> Figure:
 
 
 def _exchange(layers: pd.DataFrame) -> Figure:
-    """Exchange as the checkpoint has it above, balanced below; one legend."""
+    """Exchange as stored above, balanced below, with one legend."""
     figure = Figure(figsize=(7.5, 7.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, sharey=True)
     exchange_by_layer(layers, above)
@@ -194,7 +204,7 @@ def _measures(layers: pd.DataFrame) -> Figure:
 
 
 def _with_legend(figure: Figure, ax: Axes) -> Figure:
-    """One legend for all panels, that of ``ax``, below them."""
+    """One legend below all panels, taken from ``ax``."""
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
 

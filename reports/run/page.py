@@ -1,7 +1,7 @@
-"""report.html: what a run found, as one page that a colleague can open, understand and check.
+"""report.html: the results of a run as one self-contained page.
 
-Every section stands for itself and is there only if its data are: a figure, a column or a list that another part of the
-program adds to a run appears without a change here.
+A section appears only if its data exist, so a figure or a column that another part of the program adds needs no change
+here.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.run import Run
 from analysis.weights.experts import expert_name, neuron_name
-from reports.html.payload import packed
+from reports.html.packed_table import packed
 from reports.html.render import inline_svg, render
 from reports.run.definitions import (
     CAUSAL,
@@ -34,49 +34,49 @@ from reports.tables import Tables
 EXTREMES_SHOWN = 3
 """Extreme neurons of each layer on the page."""
 EXPERTS_SHOWN = 1024
-"""Experts on the page; the page says so where there are more."""
+"""Experts on the page; if there are more, the page says so."""
 CAUSAL_PREFIXES = ("kl_", "dce_")
 CAPTIONS = {
     "exchange": (
         "Exchange of gate and up",
-        "By layer, with 95 % intervals, the spread over tokens, and what chance gives: above as stored, below balanced.",
+        "By layer, with 95 % intervals, quartiles over tokens, and the nulls; top: as stored, bottom: balanced.",
     ),
     "causal_cost": (
         "What the edits cost the model",
-        "KL divergence from the model as it is, by layer and edit, beside a placebo of the same size.",
+        "KL divergence from the unedited model, by layer and edit, with a placebo of the same size.",
     ),
     "causal_alpha": (
         "Loss against α",
-        "What scaling by α costs, layer by layer: from the bilinear limit over the model itself to the ReLU limit.",
+        "Cost of scaling by α in each layer, from the bilinear limit through the unedited model to the ReLU limit.",
     ),
     "causal_cumulative": (
         "Layers edited together",
         "Every layer up to this one, and every layer from this one on.",
     ),
     "causal_attribution": (
-        "First order against exact",
-        "What one backward pass predicts, and what the edit costs: how far the prediction can be trusted.",
+        "Attribution against exact cost",
+        "The first-order prediction from one backward pass against the exact cost of the edit.",
     ),
     "scaling": (
         "Scaling by α",
-        "Asymmetry of every layer under (a, b) → (αa, b/α). Small values are stretched so that they stay visible.",
+        "Asymmetry of every layer under (a, b) → (αa, b/α). The colour scale is nonlinear, so small values stay visible.",
     ),
     "measures": (
         "The other measures",
-        "Pooled, with 95 % intervals; medians over tokens and nulls where there are any. The last two are shares.",
+        "Pooled, with 95 % intervals, and medians over tokens and nulls if the measure has them. The last two are shares.",
     ),
     "experts": (
         "Experts",
-        "Balanced exchange of every expert, by layer and by the share of tokens that it took; hollow where it saw few.",
+        "Balanced exchange of every expert, by layer and by share of tokens; hollow markers have few tokens.",
     ),
-    "neurons": ("Single neurons", "How the exchange asymmetry, as stored, is spread over the neurons of each layer."),
+    "neurons": ("Single neurons", "Distribution of the exchange asymmetry, as stored, over the neurons of each layer."),
 }
-"""Heading and sentence of each figure, in the order of the page; a figure that is not named here comes last."""
+"""Heading and caption of each figure, in the order of the page; a figure that is not listed comes last."""
 
 
 @dataclass(frozen=True)
 class ShownFigure:
-    """A figure on the page: its file name without ending, heading, sentence and SVG."""
+    """A figure on the page: its file name without extension, heading, caption and SVG."""
 
     name: str
     title: str
@@ -85,15 +85,15 @@ class ShownFigure:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A number in a table: what it sorts by, and its standard error if it has one."""
+class NumberCell:
+    """A number in a table, with its standard error if it has one."""
 
     value: float | int
     error: float | None = None
 
 
 def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: Iterable[str] = ()) -> str:
-    """The page of a run: one file that needs no network; ``costs`` are sentences about what edits cost."""
+    """The page of a run, which needs no network; ``costs`` are sentences about the costs of edits."""
     layers = tables.layers
     causal = [name for name in layers if name.startswith(CAUSAL_PREFIXES) and not name.endswith(("_se", "_n"))]
     layer_columns = LAYER_COLUMNS | dict.fromkeys(causal, "nats per token")
@@ -128,7 +128,7 @@ def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: 
 
 
 def shown_figures(figures: Mapping[str, Figure], captions: Mapping[str, tuple[str, str]]) -> Iterator[ShownFigure]:
-    """The figures that there are, those with a caption first and in the order of the captions."""
+    """The figures as SVG: those with a caption first, in the order of the captions."""
     for name in (*(name for name in captions if name in figures), *(name for name in figures if name not in captions)):
         title, caption = captions.get(name, (name, ""))
         yield ShownFigure(name, title, caption, inline_svg(figures[name], name, f"{title}. {caption}"))
@@ -138,21 +138,21 @@ def _present(columns: dict[str, str], table: pd.DataFrame) -> dict[str, str]:
     return {name: meaning for name, meaning in columns.items() if name in table}
 
 
-def _rows(table: pd.DataFrame, columns: Mapping[str, str]) -> list[tuple[int, list[Cell]]]:
-    """Each layer with its cells; a column has errors where there is a ``_se`` beside it."""
+def _rows(table: pd.DataFrame, columns: Mapping[str, str]) -> list[tuple[int, list[NumberCell]]]:
+    """Each layer with its cells; a column has standard errors if the table has its ``_se``."""
     rows = (row for _, row in table.iterrows())
-    return [(int(row["layer"]), [Cell(row[name], row.get(f"{name}_se")) for name in columns]) for row in rows]
+    return [(int(row["layer"]), [NumberCell(row[name], row.get(f"{name}_se")) for name in columns]) for row in rows]
 
 
 def _extremes(table: pd.DataFrame) -> list[dict[str, Any]]:
-    """The largest of each layer, with the text of the token they were largest on."""
+    """The largest extreme neurons of each layer."""
     largest = table.groupby("layer", sort=False).head(EXTREMES_SHOWN)
     rows = largest.where(largest["text"].notna(), {"text": ""}).to_dict(orient="records")
     return [row | {"name": neuron_name(row)} for row in rows]
 
 
-def _experts(table: pd.DataFrame) -> list[tuple[int, int, str, bool, list[Cell]]]:
-    """Layer, number and name of each expert, whether it saw few tokens, its cells; of many experts the largest."""
+def _experts(table: pd.DataFrame) -> list[tuple[int, int, str, bool, list[NumberCell]]]:
+    """Layer, index and name of each expert, whether it has few tokens, and its cells; the largest if many."""
     largest = table.loc[table["energy_share"].fillna(-1).nlargest(EXPERTS_SHOWN).index.sort_values()]
     cells = (cells for _, cells in _rows(largest, EXPERT_COLUMNS))
     columns = (largest[name].tolist() for name in ("layer", "expert", "few_tokens"))

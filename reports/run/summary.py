@@ -1,4 +1,4 @@
-"""The closing summary on a terminal: what was measured, the verdict in words, a table by layer, what stands out."""
+"""The summary of a run in words: the verdict, the remarks, and what the terminal shows."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -19,24 +19,24 @@ from reports.run.figures import interval
 from reports.tables import Tables
 
 OUTLIER = 3.5
-"""Modified z-score above which a layer stands out among the layers (Iglewicz & Hoaglin 1993)."""
+"""Modified z-score above which a layer is an outlier (Iglewicz & Hoaglin 1993)."""
 FEW_NEURONS = 5
-"""A layer of which so few neurons make the pooled exchange speaks of them."""
+"""Below this effective number of neurons, a layer's pooled exchange describes single neurons."""
 CHANCE = 0.5
-CHANCE_WORDS = {"gaussian": "Gaussian data of equal moments", "repaired": "re-paired neurons", "random": "random weights"}
+CHANCE_WORDS = {"gaussian": "the Gaussian null", "repaired": "the permutation null", "random": "random weights"}
 COLUMNS = {
     "exchange": "exch.",
     "exchange_balanced": "bal-\nanced",
     "exchange_balanced_se": "±",
     "exchange_balanced_token_median": "token\nmedian",
     "exchange_balanced_null_gaussian": "Gauss\nnull",
-    "exchange_balanced_null_repaired": "pair\nnull",
+    "exchange_balanced_null_repaired": "perm\nnull",
     "scaling_double": "scale\nα = 2",
     "scaling_flip": "flip\nα = −1",
     "bilinear_share": "ab\nshare",
     "top_token_share": "top\ntoken",
 }
-"""What the table on a terminal shows: no more than 80 columns hold."""
+"""The columns of the table on a terminal, which has to fit into 80 characters."""
 
 
 def print_summary(run: Run, tables: Tables, directory: Path, console: Console) -> None:
@@ -66,19 +66,19 @@ def acceptance_table(run: Run) -> Table:
 
 
 def verdict(run: Run, tables: Tables) -> Iterator[str]:
-    """Plain sentences made from the numbers; a sentence whose numbers are missing is left out."""
+    """Sentences made from the numbers; one whose numbers are missing is left out."""
     layers = tables.layers
     model, tokens = run.model, sum(part["tokens_counted"] for part in run.corpus)
     yield (
         f"{model['name']} ({model['weights']}; {model['dtype']}): {len(layers)} of {model['n_layers']} layers, "
-        f"gate {', '.join(model['units'])}, {tokens:,} tokens counted."
+        f"gate {', '.join(model['units'])}, {tokens:,} counted tokens."
     )
     if tables.experts is not None:
         yield mixture(tables)
     yield (
         f"Exchanging gate and up: asymmetry {_span(layers['exchange'])} (0 = no change, {CHANCE} = unrelated); "
         f"{_degree(layers['exchange'])} broken, most in layer {_at_max(layers, 'exchange')}. "
-        f"With up brought to the size and side of gate: {_span(layers['exchange_balanced'])}."
+        f"With the up row rescaled to the norm and sign of the gate row: {_span(layers['exchange_balanced'])}."
     )
     if layers["scaling_double"].notna().all():
         yield (
@@ -86,29 +86,29 @@ def verdict(run: Run, tables: Tables) -> Iterator[str]:
             f"{_degree(layers['scaling_double'])} broken."
         )
     if layers["scaling_flip"].notna().all():
-        yield f"Flipping both signs: {_span(layers['scaling_flip'])}; {_degree(layers['scaling_flip'])} broken."
+        yield f"Flipping both signs: asymmetry {_span(layers['scaling_flip'])}; {_degree(layers['scaling_flip'])} broken."
     yield from _against_chance(tables)
     share = layers["bilinear_share"]
-    spread = f"{share.min():.0%} to {share.max():.0%}"
-    yield f"A purely bilinear unit c·ab explains {share.median():.0%} of the energy (layers {spread})."
+    extent = f"{share.min():.0%} to {share.max():.0%}"
+    yield f"The bilinear unit c·ab explains {share.median():.0%} of the energy (layers {extent})."
 
 
 def mixture(tables: Tables) -> str:
-    """Of how many experts the layers are mixtures, and how many of them a token goes to, from what was counted."""
+    """The number of experts of the layers, and the number that a token is routed to, as counted."""
     assert tables.experts is not None
     routed = tables.experts[tables.experts["expert"] != SHARED]
     by_layer = routed.groupby("layer")
-    a_token = by_layer["token_share"].sum()
-    shared = " and one that all of them share" if len(routed) < len(tables.experts) else ""
-    which = "Its layers are mixtures" if len(by_layer) == len(tables.layers) else f"{len(by_layer)} layers are mixtures"
+    per_token = by_layer["token_share"].sum()
+    shared = " plus a shared one" if len(routed) < len(tables.experts) else ""
+    which = "All layers" if len(by_layer) == len(tables.layers) else f"{len(by_layer)} of {len(tables.layers)} layers"
     return (
-        f"{which} of {_extent(by_layer.size(), 'd')} experts, {_extent(a_token, '.3g')} of them a token{shared}: numbers "
-        "pool over experts, and a token counts with the square of its routing weight."
+        f"{which} are mixtures of {_extent(by_layer.size(), 'd')} experts, {_extent(per_token, '.3g')} per token{shared}: "
+        "numbers pool over experts, and a token counts with the square of its routing weight."
     )
 
 
 def against_chance(layers: pd.DataFrame, measure: str = "exchange_balanced") -> dict[str, tuple[int, int]]:
-    """For every null with errors: in how many layers a measure is above it, and below, by its 95 % interval."""
+    """For every null with errors: the number of layers in which a measure is above and below it by its 95 % interval."""
     counts = {}
     for null in CHANCE_WORDS:
         column = f"{measure}_excess_{null}"
@@ -119,39 +119,39 @@ def against_chance(layers: pd.DataFrame, measure: str = "exchange_balanced") -> 
 
 
 def _against_chance(tables: Tables) -> Iterator[str]:
-    """How many layers differ from each null by more than their 95 % interval, and how many neurons."""
+    """The number of layers and of neurons that differ from each null."""
     layers, neurons = tables.layers, tables.neurons
     clauses = [
-        f"above {CHANCE_WORDS[null]} in {above} layers and below in {below}"
+        f"above {CHANCE_WORDS[null]} in {above} layers and below it in {below}"
         for null, (above, below) in against_chance(layers).items()
     ]
     if clauses:
-        yield f"Against chance, balanced exchange is {'; '.join(clauses)} (95 % intervals)."
+        yield f"Balanced exchange is {'; '.join(clauses)} (95 % intervals)."
     differing = neurons["exchange_balanced_repaired_differs"]
     if neurons["exchange_balanced_repaired_p"].notna().any():
         yield (
-            f"{int(differing.sum()):,} of {len(neurons):,} neurons differ in it from re-paired neurons "
-            f"(false discovery rate {FALSE_DISCOVERY_RATE:.0%} by layer)."
+            f"{int(differing.sum()):,} of {len(neurons):,} neurons differ in balanced exchange from their permutation null "
+            f"(false discovery rate {FALSE_DISCOVERY_RATE:.0%} within each layer)."
         )
 
 
 def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None) -> Iterator[str]:
-    """What a reader must know before believing a number: outliers, sinks, failed checks, skipped layers."""
+    """What to know before relying on a number: few blocks, tokens or neurons, outliers, failed checks, skipped layers."""
     if 1 < (blocks := int(layers["n_blocks"].min())) < FEW_JACKKNIFE_BLOCKS:
-        yield f"errors rest on {blocks} blocks of sequences, fewer than {FEW_JACKKNIFE_BLOCKS}: give more text"
-    yield from _carried(run, layers)
+        yield f"standard errors rest on {blocks} blocks of sequences, fewer than {FEW_JACKKNIFE_BLOCKS}: use more text"
+    yield from _massive_activations(run, layers)
     if experts is not None:
-        yield from _seen_little(experts)
+        yield from _experts_with_few_tokens(experts)
     for row in layers[layers["effective_neurons"] < FEW_NEURONS].itertuples():
         yield (
-            f"layer {row.layer}: effectively {row.effective_neurons:.1f} of {row.n_neurons:,} neurons make its pooled "
-            "exchange; read the median over neurons"
+            f"layer {row.layer}: effectively {row.effective_neurons:.1f} of {row.n_neurons:,} neurons determine its pooled "
+            "exchange: use the median over neurons"
         )
     for column in ("exchange", "scaling_double", "bilinear_share"):
-        standing_out = _outliers(layers, column)
-        if standing_out:
-            listed = ", ".join(f"{layer} ({value:.3f})" for layer, value in standing_out)
-            yield f"{column} stands out in layer {listed}; the median over layers is {layers[column].median():.3f}"
+        outliers = _outliers(layers, column)
+        if outliers:
+            listed = ", ".join(f"{layer} ({value:.3f})" for layer, value in outliers)
+            yield f"{column} is an outlier in layer {listed}; the median over layers is {layers[column].median():.3f}"
     for check in run.acceptance:
         if not check.passed:
             yield f"check failed: {check}"
@@ -164,33 +164,33 @@ def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None)
         yield "the corpus was cut at --tokens"
 
 
-def _carried(run: Run, layers: pd.DataFrame) -> Iterator[str]:
-    """Layers whose numbers a handful of tokens make, with the heaviest of them."""
+def _massive_activations(run: Run, layers: pd.DataFrame) -> Iterator[str]:
+    """Layers whose numbers depend on a few massive-activation tokens, with the largest of them."""
     for index, places in run.massive_activation_tokens().items():
         row, top = layers.set_index("layer").loc[index], places[0]
-        moved = (name for name in TOKEN_MEASURES if abs(row[name] - row[f"{name}_trimmed"]) > CHANGED * row[name])
-        without = ", ".join(f"{name} {row[name]:.3f} → {row[name + '_trimmed']:.3f}" for name in islice(moved, 2))
+        changed = (name for name in TOKEN_MEASURES if abs(row[name] - row[f"{name}_trimmed"]) > CHANGED * row[name])
+        without = ", ".join(f"{name} {row[name]:.3f} → {row[name + '_trimmed']:.3f}" for name in islice(changed, 2))
         yield (
-            f"layer {index}: its energy sits in effectively {row['effective_tokens']:.0f} of {row['n_tokens']:,} tokens"
-            f"{f' (without 0.1 % of them: {without})' if without else ''}; the heaviest is {top['text']!r} at window "
-            f"{top['window']}, position {top['position']}, with {top['energy_share']:.0%} of the energy, most in neuron "
-            f"{neuron_name(top)}: read the token median"
+            f"layer {index}: effectively {row['effective_tokens']:.0f} of {row['n_tokens']:,} tokens hold its energy"
+            f"{f' (without 0.1 % of them: {without})' if without else ''}; the largest is {top['text']!r} at window "
+            f"{top['window']}, position {top['position']}, with {top['energy_share']:.0%} of the energy, most of it in "
+            f"neuron {neuron_name(top)}: use the token median"
         )
 
 
-def _seen_little(experts: pd.DataFrame) -> Iterator[str]:
-    """How many experts saw few tokens or none, and in which layers."""
+def _experts_with_few_tokens(experts: pd.DataFrame) -> Iterator[str]:
+    """The number of experts with few tokens or none, and their layers."""
     few, none = experts[experts["few_tokens"]], experts[experts["n_tokens"] == 0]
     if len(few):
-        without = f", {len(none)} of them none ({_ranges(none['layer'])})" if len(none) else ""
+        without = f", {len(none)} of them with none ({_ranges(none['layer'])})" if len(none) else ""
         yield (
-            f"{len(few):,} of {len(experts):,} experts saw fewer than {FEW_EXPERT_TOKENS} counted tokens{without}: "
-            f"their own numbers are unsure, give more text ({_ranges(few['layer'])})"
+            f"{len(few):,} of {len(experts):,} experts have fewer than {FEW_EXPERT_TOKENS} counted tokens{without}: "
+            f"their own numbers are uncertain, use more text ({_ranges(few['layer'])})"
         )
 
 
 def _ranges(layers: pd.Series) -> str:
-    """Layers in few words: layers 0-5, 8."""
+    """Layers as ranges: layers 0-5, 8."""
     runs: list[list[int]] = []
     for layer in sorted(set(layers)):
         if runs and layer == runs[-1][-1] + 1:
@@ -208,7 +208,7 @@ def _extent(values: pd.Series, form: str) -> str:
 
 
 def layer_table(layers: pd.DataFrame) -> Table:
-    """The main columns, one line a layer; a layer that stands out is bold."""
+    """The main columns, one line per layer; outliers are bold."""
     table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
     table.add_column("layer", justify="right", no_wrap=True)
     for title in COLUMNS.values():
@@ -226,8 +226,8 @@ def _outliers(layers: pd.DataFrame, column: str) -> list[tuple[int, float]]:
     if layers[column].isna().all():
         return []
     distance = (layers[column] - layers[column].median()).abs()
-    spread = 1.4826 * distance.median()
-    found = layers[distance > OUTLIER * spread] if spread > 0 else layers.iloc[:0]
+    scale = 1.4826 * distance.median()
+    found = layers[distance > OUTLIER * scale] if scale > 0 else layers.iloc[:0]
     return [(int(row["layer"]), float(row[column])) for _, row in found.iterrows()]
 
 
@@ -243,6 +243,6 @@ def _at_max(layers: pd.DataFrame, column: str) -> str:
 
 
 def _degree(values: pd.Series) -> str:
-    """A word for the asymmetry of the median layer."""
+    """An adverb for the asymmetry of the median layer."""
     bounds = ((1e-6, "not"), (0.01, "hardly"), (0.05, "slightly"), (0.2, "moderately"))
     return next((word for bound, word in bounds if values.median() < bound), "strongly")

@@ -1,12 +1,12 @@
 "use strict";
-// Two kinds of tables. Small ones stand in the page and are only sorted. The table of neurons is unpacked from base64 and may
-// have half a million rows: an order of row numbers is sorted and filtered, and only the rows in view exist.
+// Two kinds of tables. Small ones are part of the page and only sorted. The table of neurons is unpacked from base64 and may
+// have half a million rows: row numbers are sorted and filtered, and only the rows in view are created.
 
 const ROW_HEIGHT = 24;
 const OVERSCAN = 12;
 const SHARED = -1;
 
-/** Make a heading a button; calls back with the new direction, first descending as large values are what one looks for. */
+/** Make a heading a button that calls back with the new direction; the first click sorts descending. */
 function sortable(heading, sort) {
   const button = document.createElement("button");
   button.type = "button";
@@ -20,7 +20,7 @@ function sortable(heading, sort) {
   });
 }
 
-/** Sort rows of the document by a column: by data-value where there is one, else by text; what has no value comes last. */
+/** Sort the rows of a table by a column: by data-value if present, else by text; rows without a value come last. */
 function sortRows(table, column, sign) {
   const body = table.tBodies[0];
   const key = row => {
@@ -35,7 +35,7 @@ function sortRows(table, column, sign) {
   body.append(...keyed.map(([, row]) => row));
 }
 
-/** The columns of a packed table, by name: see reports/html/payload.py. */
+/** The columns of a packed table, by name: see reports/html/packed_table.py. */
 async function unpack(header, text) {
   const packed = atob(text.trim());
   const bytes = new Uint8Array(packed.length);
@@ -55,7 +55,7 @@ async function unpack(header, text) {
   return columns;
 }
 
-/** A search as a test of row numbers; throws the words that it does not understand. */
+/** Turn a search into a test of row numbers; throws the word that it cannot parse. */
 function parseSearch(text, columns) {
   const compare = {
     ">": (a, b) => a > b, "<": (a, b) => a < b, ">=": (a, b) => a >= b, "<=": (a, b) => a <= b, "=": (a, b) => a === b,
@@ -167,6 +167,6 @@ if (header) {
   const { columns: names, rows } = JSON.parse(header.textContent);
   unpack({ columns: names, rows }, document.getElementById("neuron-data").textContent).then(
     columns => { new NeuronTable(columns, names, rows); },
-    error => { document.getElementById("found").textContent = `the table cannot be read by this browser: ${error}`; },
+    error => { document.getElementById("found").textContent = `this browser cannot read the table: ${error}`; },
   );
 }

@@ -1,4 +1,4 @@
-"""The figure of the two symmetries: g(a, b) and g(b, a) over the plane, their difference, and the family over α."""
+"""The figure of the two symmetries: g(a, b), g(b, a), their difference, and g(αa, b/α) for several α."""
 
 import numpy as np
 import torch
@@ -14,12 +14,12 @@ COLORS = ("tab:red", "#c6dbef", "#6baed6", "black", "#3182bd", "#08519c")
 
 
 def units_figure(units: dict[str, Unit]) -> Figure:
-    """One row a unit: g(a, b), g(b, a), the difference, and g(αa, b/α) along a at b = 1 for several α."""
+    """One row per unit: g(a, b), g(b, a), the difference, and g(αa, b/α) along a at b = 1 for several α."""
     figure = Figure(figsize=(13, 2.8 * len(units)), layout="constrained")
     rows = figure.subplots(len(units), 4, squeeze=False)
     for axes, unit in zip(rows, units.values(), strict=True):
         if not unit.is_pointwise:
-            _say_why_not(unit, axes)
+            _explain_missing(unit, axes)
             continue
         whole, swapped, difference, family = axes
         h, exchanged = _over_the_plane(unit)
@@ -33,7 +33,7 @@ def units_figure(units: dict[str, Unit]) -> Figure:
 
 
 def draw_plane(values: np.ndarray, ax: Axes, title: str, reach: float, span: float = 1.0) -> Axes:
-    """Values over the (a, b) plane, one colour scale for the three panels of a unit."""
+    """Values over the (a, b) plane; the three panels of a unit share a colour scale."""
     extent = (-REACH * span, REACH * span, -REACH * span, REACH * span)
     image = ax.imshow(values.T, origin="lower", extent=extent, cmap="RdBu_r", vmin=-reach, vmax=reach)
     ax.figure.colorbar(image, ax=ax)
@@ -42,7 +42,7 @@ def draw_plane(values: np.ndarray, ax: Axes, title: str, reach: float, span: flo
 
 
 def draw_family(unit: Unit, ax: Axes) -> Axes:
-    """g(αa, b/α) at b = 1, or the unit's span: one curve for all α > 0 where scaling is a symmetry."""
+    """g(αa, b/α) at b = 1 (or the unit's span); the curves coincide for all α > 0 if scaling is a symmetry."""
     a = unit.span * torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
     for alpha, color in zip(ALPHAS, COLORS, strict=True):
         h = unit.scaled(a, torch.full_like(a, unit.span), alpha)
@@ -59,9 +59,9 @@ def _over_the_plane(unit: Unit) -> tuple[np.ndarray, np.ndarray]:
     return unit(a, b).numpy(), unit.exchanged(a, b).numpy()
 
 
-def _say_why_not(unit: Unit, axes: np.ndarray) -> None:
-    """In place of a row: the unit is no function of one (a, b)."""
+def _explain_missing(unit: Unit, axes: np.ndarray) -> None:
+    """Text instead of panels: the unit is not a function of a single pair (a, b)."""
     for ax in axes:
         ax.set_axis_off()
     axes[0].set_title(unit.name)
-    axes[0].text(0, 0.5, "A gate hangs on all a of its layer:\nthere is no g(a, b) of one pair to draw.")
+    axes[0].text(0, 0.5, "The gate depends on every a of its layer,\nso g is not a function of one pair (a, b).")

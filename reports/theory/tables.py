@@ -1,4 +1,4 @@
-"""The table of claims as DataFrames, on a terminal, as JSON, and as a directory."""
+"""The claims of theory and their checks as DataFrames, for the terminal, as JSON, and as files."""
 
 import json
 from collections.abc import Iterable
@@ -10,7 +10,8 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from analysis.storage.directory import staged
+from analysis.storage.files import CLAIMS, FIGURES, SIZES, THEOREMS, THEORY_FIGURE
+from analysis.storage.staged_writes import staged
 from analysis.theory.claims import Claim, Theorem, claims, theorems
 from analysis.theory.gated import FAMILY
 from analysis.theory.properties import Outcome
@@ -18,7 +19,7 @@ from analysis.units.registry import Unit
 from reports.theory.figures import units_figure
 
 SHAPES = {"SmolLM2-135M": (576, 1536), "a 7B model": (4096, 11008)}
-"""d_model and d_mlp of one layer."""
+"""d_model and d_mlp of a layer."""
 RANK = 4
 DPI = 100
 SHORT = {outcome.value: word for outcome, word in zip(Outcome, ("invariant", "α>0 only", "broken"), strict=True)}
@@ -46,10 +47,10 @@ class Theory:
 
 def theory_of(units: dict[str, Unit]) -> Theory:
     """Predict and measure every claim about these units."""
-    cells = pd.DataFrame([_claim_row(claim) for claim in claims(units)])
+    rows = pd.DataFrame([_claim_row(claim) for claim in claims(units)])
     columns = ["theorem", "unit", "condition", "symmetry", "passed"]
     checks = pd.DataFrame([_theorem_row(theorem) for theorem in theorems(units)], columns=columns)
-    return Theory(cells, checks.astype({"passed": bool}), sizes_table())
+    return Theory(rows, checks.astype({"passed": bool}), sizes_table())
 
 
 def sizes_table() -> pd.DataFrame:
@@ -64,10 +65,10 @@ def sizes_table() -> pd.DataFrame:
 
 
 def print_theory(theory: Theory, console: Console) -> None:
-    """Print the claims, cell by cell for a single unit and grouped otherwise, the theorems, the sizes, and the verdict."""
+    """Print the claims (one by one for a single unit, otherwise grouped), the theorems, the sizes, and the verdict."""
     single = theory.claims["unit"].nunique() == 1
     for table in (
-        _cells(theory.claims) if single else _grouped(theory.claims),
+        _by_claim(theory.claims) if single else _grouped(theory.claims),
         _theorems(theory.theorems),
         _sizes(theory.sizes),
     ):
@@ -79,18 +80,18 @@ def print_theory(theory: Theory, console: Console) -> None:
 
 
 def write_theory(theory: Theory, units: dict[str, Unit], directory: Path, force: bool = False) -> None:
-    """Write theory.csv, theorems.csv, sizes.csv and figures/theory.png; all of them or nothing."""
+    """Write theory.csv, theorems.csv, sizes.csv and figures/theory.png, all or none."""
     with staged(directory, force) as folder:
-        theory.claims.to_csv(folder / "theory.csv", index=False)
-        theory.theorems.to_csv(folder / "theorems.csv", index=False)
-        theory.sizes.to_csv(folder / "sizes.csv", index=False)
-        (folder / "figures").mkdir()
-        units_figure(units).savefig(folder / "figures" / "theory.png", dpi=DPI)
+        theory.claims.to_csv(folder / CLAIMS, index=False)
+        theory.theorems.to_csv(folder / THEOREMS, index=False)
+        theory.sizes.to_csv(folder / SIZES, index=False)
+        (folder / FIGURES).mkdir()
+        units_figure(units).savefig(folder / FIGURES / THEORY_FIGURE, dpi=DPI)
 
 
 def _claim_row(claim: Claim) -> dict[str, object]:
     witness = claim.witness
-    seen = (witness.a, witness.b, witness.action, witness.before, witness.after) if witness else (np.nan,) * 5
+    values = (witness.a, witness.b, witness.action, witness.before, witness.after) if witness else (np.nan,) * 5
     names = ("witness_a", "witness_b", "witness_action", "witness_before", "witness_after")
     return {
         "unit": claim.unit,
@@ -100,7 +101,7 @@ def _claim_row(claim: Claim) -> dict[str, object]:
         "measured": claim.measured.value,
         "residual": claim.residual,
         "residual_negative": claim.residual_negative,
-        **dict(zip(names, seen, strict=True)),
+        **dict(zip(names, values, strict=True)),
         "passed": claim.passed,
     }
 
@@ -110,8 +111,8 @@ def _theorem_row(theorem: Theorem) -> dict[str, object]:
     return row | {"passed": theorem.passed}
 
 
-def _cells(claims: pd.DataFrame) -> Table:
-    """One line a claim."""
+def _by_claim(claims: pd.DataFrame) -> Table:
+    """One line per claim."""
     title = f"Claims about {claims['unit'].iloc[0]}"
     table = _table(title, "form", "action", "theory says", "largest change", "at α, β < 0", "witness", "verdict")
     for row in claims.itertuples():
@@ -121,8 +122,8 @@ def _cells(claims: pd.DataFrame) -> Table:
 
 
 def _grouped(claims: pd.DataFrame) -> Table:
-    """One line for all units of which the same is predicted; the witness is that of the first."""
-    title = "Claims: largest relative change of the output, over the units of a line"
+    """One line for all units with the same prediction, with the witness of the first."""
+    title = "Claims: largest relative change of the output over the units of a line"
     table = _table(title, "form", "action", "theory says", "units", "largest change", "one witness", "verdict")
     places = pd.factorize(claims["form"] + claims["action"])[0]
     in_order = claims.assign(place=places).sort_values("place", kind="stable")
@@ -137,7 +138,7 @@ def _grouped(claims: pd.DataFrame) -> Table:
 
 
 def _theorems(checks: pd.DataFrame) -> Table:
-    """One line a theorem and unit: how far the condition on σ is from holding, and how far the symmetry."""
+    """One line per theorem and unit: how far the condition on σ, and the symmetry, are from holding."""
     table = _table(
         "Theorems: exchange ⇔ σ(z)/z constant; scaling ⇔ σ(αz) = ασ(z)",
         *("theorem", "unit", "σ is off by", "σ(a)b is off by", "verdict"),
@@ -148,9 +149,9 @@ def _theorems(checks: pd.DataFrame) -> Table:
 
 
 def _sizes(sizes: pd.DataFrame) -> Table:
-    """One line a form: its parameters and operations per token in one layer of each shape."""
+    """One line per form: its parameters and operations per token in one layer of each shape."""
     shapes = [f"{shape}: {what}" for shape in SHAPES for what in ("parameters", "FLOPs/token")]
-    table = _table(f"Size of one layer (rank {RANK} where a rank is free)", "form", "equation", *shapes)
+    table = _table(f"Size of one layer (rank {RANK} if the form has a free rank)", "form", "equation", *shapes)
     for form, rows in sizes.groupby("form", sort=False):
         numbers = rows[["parameters", "flops_per_token"]].to_numpy().ravel()
         table.add_row(form, rows["equation"].iloc[0], *(f"{number:.3g}" for number in numbers))

@@ -12,9 +12,10 @@ from analysis.compare import layer_excess
 from analysis.measures import asymmetry as measures
 from analysis.measures.jackknife import pooled_replicates
 from analysis.run import Run
+from analysis.storage.files import RANDOM_INIT
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
-from reports.directory import RANDOM_INIT, load_random
+from reports.directory import load_random
 from reports.tables import tables_of
 from tests.helpers import reference
 from tests.helpers.command_line import QUICK, call, no_figures, refused

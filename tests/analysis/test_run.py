@@ -12,9 +12,10 @@ import torch
 from safetensors import SafetensorError
 
 from analysis.errors import UserError
-from analysis.run import MOMENTS_FILE, Run
-from analysis.storage import directory as directory_module
-from analysis.storage.directory import check_writable, is_run, staged
+from analysis.run import Run
+from analysis.storage import staged_writes
+from analysis.storage.files import MOMENTS_FILE
+from analysis.storage.staged_writes import check_writable, is_run, staged
 from analysis.units.registry import unit_named
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
@@ -141,7 +142,7 @@ def test_missing_numbers_have_a_reason(llama: LoadedModel, run: Run) -> None:
 
 def test_a_directory_that_holds_something_else_is_left_alone(run: Run, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(UserError, match=r"holds something else than a run \(thesis.tex\)"):
+    with pytest.raises(UserError, match=r"holds something other than a run \(thesis.tex\)"):
         run.save(tmp_path)
     run.save(tmp_path, force=True)
     run.save(tmp_path)  # it is a run now
@@ -228,7 +229,7 @@ def test_an_interruption_while_moving_waits_until_all_is_moved(tmp_path: Path, m
         order.append(target.name)
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(directory_module.os, "replace", interrupted)
+    monkeypatch.setattr(staged_writes.os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt), staged(tmp_path / "out") as folder:
         for name in ("run.json", "a.csv", "z.csv"):
             (folder / name).write_text('{"schema": 1}')

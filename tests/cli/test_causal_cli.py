@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from analysis.causal.costs import CONTROL_LIMIT
-from analysis.storage.directory import PROGRESS
+from analysis.storage.files import PROGRESS
 from hooks.models import LoadedModel, load_model
 from hooks.patching.sweep import _Steps
 from tests.helpers.command_line import QUICK, call, refused
@@ -37,8 +37,8 @@ def test_everything_at_once(
     assert code == 0
     assert [line.split(":")[0] for line in caplog.messages] == ["layer 0", "layer 1", "layer 2", "single neurons"]
     words = " ".join(out.split())
-    assert "exchange: KL least in layer" in words
-    assert "passes of the blocks" in words
+    assert "exchange: KL lowest in layer" in words
+    assert "passes through the blocks" in words
     layers = pd.read_csv(tmp_path / "run" / "layers.csv")
     for edit in ("exchange", "scale_2", "mean", "zero"):
         for column in (f"{quantity}_{edit}{ending}" for quantity in ("kl", "dce") for ending in ENDINGS):
@@ -68,7 +68,7 @@ def test_attribution_is_what_comes_by_itself(tiny_llama: Path, same_model: Loade
     (tmp_path / "run" / "causal.safetensors").rename(tmp_path / "elsewhere")
     code, _, err = call("report", tmp_path / "run")
     assert (code, err.count("\n")) == (2, 1)
-    assert "has costs of edits but no causal.safetensors" in err
+    assert "has causal.csv but not causal.safetensors" in err
     assert (tmp_path / "run" / "causal.csv").exists()
     assert "kl_exchange" not in layers
     assert call("analyze", tiny_llama, "--out", tmp_path / "run", "--causal", "none", *QUICK)[0] == 0

@@ -133,7 +133,7 @@ def test_an_option_that_does_not_fit(tiny_llama: Path, tmp_path: Path, options: 
 @pytest.mark.usefixtures("without_figures")
 def test_an_output_directory_with_something_else(tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    assert "holds something else than a run (notes.txt)" in refused("analyze", tiny_llama, "--out", tmp_path, *QUICK)
+    assert "holds something other than a run (notes.txt)" in refused("analyze", tiny_llama, "--out", tmp_path, *QUICK)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     assert call("analyze", tiny_llama, "--out", tmp_path, "--force", *QUICK)[0] == 0
     assert (tmp_path / "notes.txt").read_text() == "mine"

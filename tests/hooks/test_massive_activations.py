@@ -111,14 +111,14 @@ def test_tables_and_summary_say_so_too(planted_run: Run) -> None:
     assert (extreme["a"], extreme["b"], extreme["h"]) == (300.0, -800.0, -240000.0)
     assert extreme["text"] == planted_run.token_texts[int(extreme["token"])]
     text = " ".join(remarks(planted_run, layers))
-    assert f"layer {LAYER}: its energy sits in effectively 1 of" in text
-    assert f"window {WINDOW}, position {POSITION}, with 100% of the energy, most in neuron {NEURON}" in text
+    assert f"layer {LAYER}: effectively 1 of" in text
+    assert f"window {WINDOW}, position {POSITION}, with 100% of the energy, most of it in neuron {NEURON}" in text
 
 
 def test_without_a_massive_token_nothing_is_flagged(llama: LoadedModel, tmp_path: Path) -> None:
     run = analyze(llama, llama.read(context=64, max_tokens=1280), quiet=True)
     assert run.massive_activation_tokens() == {}
     assert not layers_table(run)["few_tokens"].any()
-    assert "energy sits in" not in " ".join(remarks(run, layers_table(run)))
+    assert "hold its energy" not in " ".join(remarks(run, layers_table(run)))
     run.save(tmp_path)
     assert json.loads((tmp_path / "run.json").read_text())["carried_by_few_tokens"] == {}

@@ -97,7 +97,7 @@ def test_the_table_has_a_row_per_run_layer_and_measure(run: Run, elsewhere: Run,
     comparison = compare_runs([run, elsewhere, gemma], ["a", "b", "c"])
     table = comparison.table
     assert len(table) == (3 + 3 + 2) * len(COMPARED)
-    assert [(side.comparable, side.paired) for side in comparison.sides] == [(True, True), (True, False), (False, True)]
+    assert [(one.comparable, one.paired) for one in comparison.runs] == [(True, True), (True, False), (False, True)]
     assert table.loc[table["run"] == "b", "difference"].notna().all()
     assert table.loc[table["run"] != "b", "difference"].isna().all()
     rows = table.set_index(["measure", "layer", "run"])
@@ -111,10 +111,10 @@ def test_the_table_has_a_row_per_run_layer_and_measure(run: Run, elsewhere: Run,
     assert thirds.loc[("exchange", "a"), "middle third"] == rows.loc[("exchange", 1, "a"), "value"]
     assert np.isnan(thirds.loc[("exchange", "c"), "middle third"])
     how, told = zip(*verdict(comparison), strict=True)
-    assert how[0] == "b against a layer by layer (errors combined: other windows were counted)"
-    assert how[1] == "c against a on relative depth (3 and 3 layers, of other shapes)"
+    assert how[0] == "b against a layer by layer (independent errors: different windows)"
+    assert how[1] == "c against a by relative depth (3 and 3 layers, different shapes)"
     assert re.search(r"higher in \d and lower in \d of 3 layers \(95 % intervals\); largest difference [+−]", told[0][0])
-    assert any("counted other windows" in line for line in warnings(comparison))
+    assert any("counted different windows" in line for line in warnings(comparison))
 
 
 def test_shapes_correspond_only_if_depth_width_and_units_do(run: Run, gemma: Run) -> None:

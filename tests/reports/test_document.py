@@ -50,7 +50,7 @@ def test_json_holds_the_verdicts_numbers(written: tuple[Path, str, str]) -> None
         assert numbers["layer_of_max"] == layers[name].idxmax()
     chance = document["verdict"]["exchange_balanced_against_chance"]
     assert set(chance) == {"gaussian", "repaired"}
-    counted = f"above re-paired neurons in {chance['repaired']['layers_above']} layers"
+    counted = f"above the permutation null in {chance['repaired']['layers_above']} layers"
     assert any(counted in sentence for sentence in document["verdict"]["sentences"])
     assert len(document["layers"]) == 3
     assert set(document["layers"][0]) == {"layer", *layers.columns}

@@ -19,10 +19,11 @@ from hooks.causal import measure_causal
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
 from reports.directory import write_directory
-from reports.findings.__main__ import main, marks, written_into
+from reports.findings.__main__ import main
 from reports.findings.activations import activation_tables, excess_beyond
 from reports.findings.figure import draw_families
-from reports.findings.runs import ModelRuns, cost_per_asymmetry, energy_by_quadrant, found_in, heaviest_neurons
+from reports.findings.runs import ModelResults, cost_per_asymmetry, energy_by_quadrant, found_in, heaviest_neurons
+from reports.markdown import marks, written_into
 from reports.run.summary import against_chance
 from tests.helpers.command_line import no_figures
 from tests.helpers.tiny import save_tiny
@@ -59,7 +60,7 @@ def root(models: dict[str, tuple[LoadedModel, Path]], tmp_path_factory: pytest.T
 
 
 @pytest.fixture(scope="module")
-def found(root: Path) -> list[ModelRuns]:
+def found(root: Path) -> list[ModelResults]:
     return found_in(*([root / kind / name for name in ("llama", "gemma3")] for kind in ("runs", "first", "causal")))
 
 
@@ -135,7 +136,7 @@ def test_activations_are_put_between_theirs_with_the_numbers_of_the_runs(root: P
             row.scaling_double_excess_repaired > t95(row.n_blocks) * row.scaling_double_excess_repaired_se
             for row in layers.itertuples()
         )
-        assert rows["scaling α = 2 above / below re-paired neurons"][place].split(" / ")[0] == str(above)
+        assert rows["scaling α = 2 above / below the permutation null"][place].split(" / ")[0] == str(above)
         marked = [str(row.layer) for row in first.itertuples() if row.few_tokens]
         assert rows["the same, first position counted"][place] == (", ".join(marked) or "none")
         table = {row[0].strip("*"): row[1:] for row in by_layer[place][1:]}
@@ -178,7 +179,7 @@ def test_layers_beyond_a_null_are_counted_of_the_measure_asked_for() -> None:
 
 
 def test_energy_by_quadrant_is_that_of_the_activations(
-    models: dict[str, tuple[LoadedModel, Path]], found: list[ModelRuns]
+    models: dict[str, tuple[LoadedModel, Path]], found: list[ModelResults]
 ) -> None:
     """A plain sum over tokens and neurons of w h² in float64, from hooks on the model's own modules."""
     model, windows = models["llama"][0], models["llama"][0].read(context=24, max_tokens=480).windows
@@ -203,7 +204,7 @@ def test_energy_by_quadrant_is_that_of_the_activations(
     np.testing.assert_allclose(shares.sum(axis=1), 1)
 
 
-def test_the_heaviest_neuron_is_that_of_a_plain_loop(root: Path, found: list[ModelRuns]) -> None:
+def test_the_heaviest_neuron_is_that_of_a_plain_loop(root: Path, found: list[ModelResults]) -> None:
     """Energies before and after balanced exchange, summed neuron by neuron; a planted giant is found."""
     run = Run.load(root / "runs" / "llama")
     layer = run.layers[2]
@@ -223,20 +224,20 @@ def test_the_heaviest_neuron_is_that_of_a_plain_loop(root: Path, found: list[Mod
     assert (found[0].heaviest["score_ratio"] <= scores.to_numpy() * (1 + 1e-6)).all()
 
 
-def test_layers_that_few_neurons_make_are_listed_with_what_the_neuron_costs(found: list[ModelRuns]) -> None:
+def test_layers_that_few_neurons_make_are_listed_with_what_the_neuron_costs(found: list[ModelResults]) -> None:
     """Planted: layer 1 is made by one neuron, which was exchanged alone; layer 0 by two, of which none was."""
-    singly = pd.DataFrame({"layer": [1, 1, 2], "neuron": [3, 7, 7], "exact": [-0.25, 0.5, 0.75]})
+    single_neurons = pd.DataFrame({"layer": [1, 1, 2], "neuron": [3, 7, 7], "exact": [-0.25, 0.5, 0.75]})
     layers = found[0].layers.assign(effective_neurons=[2.0, 1.0, 9.0])
     heaviest = found[0].heaviest.assign(neuron=[7, 7, 7])
-    one = replace(found[0], layers=layers, heaviest=heaviest, singly=singly)
+    one = replace(found[0], layers=layers, heaviest=heaviest, single_neurons=single_neurons)
     summary, table = list(activation_tables([one]))[1], list(activation_tables([one]))[-3]
     assert [(row[1], row[-1]) for row in tables_in(table)[0][1:]] == [("0:7", "–"), ("1:7", "+0.500")]
-    assert "| layers made by fewer than 5 neurons | 0, 1 |" in summary
-    table = list(activation_tables([replace(one, singly=None)]))[-3]
+    assert "| layers dominated by fewer than 5 neurons | 0, 1 |" in summary
+    table = list(activation_tables([replace(one, single_neurons=None)]))[-3]
     assert [row[-1] for row in tables_in(table)[0][1:]] == ["–", "–"]
 
 
-def test_cost_per_asymmetry_joins_two_runs_layer_by_layer(found: list[ModelRuns], root: Path) -> None:
+def test_cost_per_asymmetry_joins_two_runs_layer_by_layer(found: list[ModelResults], root: Path) -> None:
     """The costs are of one run and the asymmetries of the other; c·ab is set against what it does not explain."""
     costs = pd.read_csv(root / "causal" / "gemma3" / "causal.csv")
     layers = pd.read_csv(root / "runs" / "gemma3" / "layers.csv").set_index("layer")
@@ -254,12 +255,12 @@ def drawn_by(bars: Any) -> np.ndarray:
     return np.asarray(bars.lines[0].get_ydata(), dtype=float)
 
 
-def test_the_figure_shows_the_tables(found: list[ModelRuns]) -> None:
+def test_the_figure_shows_the_tables(found: list[ModelResults]) -> None:
     above, below = draw_families(found).subfigs
     for ax, one in zip(above.axes, found, strict=True):
         assert one.name in ax.get_title()
         drawn = {line.get_label(): line for line in ax.get_lines()}
-        null = drawn["null: re-paired neurons"]
+        null = drawn["null: permutation"]
         np.testing.assert_allclose(np.asarray(null.get_ydata(), dtype=float), one.layers["exchange_balanced_null_repaired"])
         np.testing.assert_allclose(np.asarray(null.get_xdata(), dtype=float), [1 / 6, 3 / 6, 5 / 6])
         np.testing.assert_allclose(drawn_by(ax.containers[0]), one.layers["exchange_balanced"])
@@ -277,15 +278,15 @@ def test_what_cannot_be_written(root: Path, tmp_path: Path) -> None:
         main([file, "--causal", str(tmp_path)])
     with pytest.raises(UserError, match="has no exact sweep: analyze with --causal exact or both"):
         found_in([run], costs=[run])
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run"):
         found_in([tmp_path])
-    with pytest.raises(UserError, match="has no null of random weights: analyze with --null random-init"):
+    with pytest.raises(UserError, match="has no random-weight null: analyze with --null random-init"):
         found_in([root / "first" / "llama"])
     with pytest.raises(UserError, match="skips 1 positions: analyze with --skip-positions 0"):
         found_in([run], first=[root / "causal" / "llama"])
-    with pytest.raises(UserError, match="is of gemma3, the runs are of llama"):
+    with pytest.raises(UserError, match="is a run of gemma3, not of llama"):
         found_in([run], costs=[root / "causal" / "gemma3"])
-    with pytest.raises(UserError, match="no run is named"):
+    with pytest.raises(UserError, match="no runs are given"):
         main([file])
-    with pytest.raises(UserError, match="go with --activations"):
+    with pytest.raises(UserError, match="need --activations"):
         main([file, "--first", str(root / "first" / "llama")])

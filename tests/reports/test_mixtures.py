@@ -14,13 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from analysis.errors import UserError
 from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
-from analysis.run import MOMENTS_FILE, Run
+from analysis.run import Run
+from analysis.storage.files import EXPERTS, MOMENTS_FILE
 from analysis.storage.hashing import sha256_of
 from analysis.weights.experts import SHARED
 from hooks.collect import analyze
 from hooks.models import LoadedModel
 from reports.causal.tables import CausalTables
-from reports.directory import EXPERTS, write_directory
+from reports.directory import write_directory
 from reports.run.definitions import EXPERT_COLUMNS
 from reports.run.document import summary_json
 from reports.run.figures import draw_all
@@ -183,23 +184,26 @@ def test_costs_join_the_neurons_by_their_place_in_the_layer(tables: Tables) -> N
 def test_the_verdict_says_of_what_the_layers_are_mixtures(run: Run, tables: Tables, experts: pd.DataFrame) -> None:
     even = experts.assign(token_share=0.5)
     text = " ".join(verdict(run, replace(tables, experts=even)))
-    assert "2 layers are mixtures of 3 experts, 1.5 of them a token and one that all of them share: numbers pool" in text
+    assert "2 of 3 layers are mixtures of 3 experts, 1.5 per token plus a shared one: numbers pool" in text
     routed = even[even["expert"] != SHARED]
     text = " ".join(verdict(run, replace(tables, experts=routed, layers=tables.layers[1:])))
-    assert "Its layers are mixtures of 3 experts, 1.5 of them a token: numbers pool" in text
+    assert "All layers are mixtures of 3 experts, 1.5 per token: numbers pool" in text
     shares = experts[experts["expert"] != SHARED].groupby("layer")["token_share"].sum()
-    assert f"{shares.min():.3g} to {shares.max():.3g} of them a token" in " ".join(verdict(run, tables))
+    assert f"{shares.min():.3g} to {shares.max():.3g} per token" in " ".join(verdict(run, tables))
 
 
 def test_experts_that_saw_little_are_remarked(run: Run, tables: Tables, experts: pd.DataFrame) -> None:
     layers = tables.layers
     text = " ".join(remarks(run, layers, experts))
-    assert f"8 of 8 experts saw fewer than {FEW_EXPERT_TOKENS} counted tokens, 2 of them none (layers 1-2): their" in text
+    assert (
+        f"8 of 8 experts have fewer than {FEW_EXPERT_TOKENS} counted tokens, 2 of them with none (layers 1-2): their"
+        in text
+    )
     enough = experts.assign(few_tokens=experts["layer"] == 2, n_tokens=1000)
     text = " ".join(remarks(run, layers, enough))
-    assert "4 of 8 experts saw fewer than 256 counted tokens: their own numbers are unsure" in text
-    assert "give more text (layer 2)" in text
-    assert "experts saw" not in " ".join(remarks(run, layers, enough.assign(few_tokens=False)))
+    assert "4 of 8 experts have fewer than 256 counted tokens: their own numbers are uncertain" in text
+    assert "use more text (layer 2)" in text
+    assert "counted tokens: their" not in " ".join(remarks(run, layers, enough.assign(few_tokens=False)))
 
 
 def test_a_heavy_token_is_said_to_sit_in_a_neuron_of_an_expert(run: Run, tables: Tables, tmp_path: Path) -> None:
@@ -211,7 +215,7 @@ def test_a_heavy_token_is_said_to_sit_in_a_neuron_of_an_expert(run: Run, tables:
     for index, place in places.items():
         if index:
             name = "shared" if place["expert"] == SHARED else str(place["expert"])
-            assert f"most in neuron {name}:{place['neuron']}: read the token median" in text
+            assert f"most of it in neuron {name}:{place['neuron']}: use the token median" in text
 
 
 def test_the_figure_draws_every_expert_that_has_a_number(tables: Tables, experts: pd.DataFrame) -> None:
@@ -249,7 +253,7 @@ def test_of_many_experts_the_page_shows_the_largest(
 ) -> None:
     monkeypatch.setattr("reports.run.page.EXPERTS_SHOWN", 3)
     text = " ".join(Page(report_html(run, tables, {})).text.split())
-    assert "The 3 of 8 experts with the largest share of their layer's energy." in text
+    assert "Shown are the 3 of 8 experts with the largest share of their layer's energy." in text
     monkeypatch.setattr("reports.run.page.EXPERTS_SHOWN", 8)
     assert "experts with the largest share" not in Page(report_html(run, tables, {})).text
 

@@ -295,12 +295,12 @@ def test_a_histogram_holds_the_neuron_where_it_is() -> None:
     for at, expected in ((0, 0), (5, 24), (2, 12)):
         found = histogram(values, at)
         assert found is not None
-        assert (found.mine, found.logarithmic, max(found.bars)) == (expected, False, 1.0)
-        assert found.bars[found.mine] > 0
+        assert (found.own_bin, found.logarithmic, max(found.bars)) == (expected, False, 1.0)
+        assert found.bars[found.own_bin] > 0
     assert histogram(values, 4) is None
     far = histogram(np.array([1.0, 1.1, 0.9, 1000.0]), 3)
     assert far is not None
-    assert (far.logarithmic, far.mine) == (True, 24)
+    assert (far.logarithmic, far.own_bin) == (True, 24)
 
 
 def test_a_run_gives_numbers_and_costs(llama: LoadedModel, page: NeuronPage, tmp_path: Path) -> None:
@@ -319,9 +319,9 @@ def test_a_run_gives_numbers_and_costs(llama: LoadedModel, page: NeuronPage, tmp
     smaller = 100 * np.mean(np.abs(np.linspace(-1, 0.5, 48)) < abs(value))
     assert with_costs.costs.iloc[0, 1:].tolist() == pytest.approx([value, 0.25, 0.125, smaller])
     assert f"−{abs(value):.3f} <small>± 0.25</small>" in with_costs.html()
-    assert not any("another text" in sentence for sentence in _remarks(with_costs))
+    assert not any("a different text" in sentence for sentence in _remarks(with_costs))
     short = inspect_neuron(llama, llama.read(context=32, max_tokens=64), "1:7", run=tmp_path / "run", quiet=True)
-    assert "another text" in Page(NeuronPage(short).html()).text
+    assert "a different text" in Page(NeuronPage(short).html()).text
     (tmp_path / "run" / "neurons.parquet").write_text("no table")
     with pytest.raises(UserError, match=r"neurons\.parquet is not readable"):
         NeuronPage(other.record).html()
@@ -409,7 +409,7 @@ def test_silent_neurons_and_empty_quadrants_have_a_page(family: str, tmp_path: P
         model.sites[0].k[0].zero_()
     silent = NeuronPage(inspect_neuron(model, text, "0:0", quiet=True))
     text_of_page = Page(silent.html()).text
-    assert "h was 0 on every counted token" in text_of_page
+    assert "h is 0 on every counted token" in text_of_page
     assert "nan" not in re.findall(r"[a-z]+", text_of_page)
 
 
@@ -424,7 +424,7 @@ def test_the_command_writes_a_page(tiny_llama: Path, tmp_path: Path, monkeypatch
     assert "out/llama-1-7.html" in out
     assert Page(usual.read_text(encoding="utf-8")).text.count("position ") <= 6
     (tmp_path / "notes.html").write_text("my notes")
-    assert "is no page of a neuron" in refused("neuron", tiny_llama, "1:7", "--out", "notes.html", *QUICK)
+    assert "is not a page of a neuron" in refused("neuron", tiny_llama, "1:7", "--out", "notes.html", *QUICK)
     assert (tmp_path / "notes.html").read_text() == "my notes"
     assert call("neuron", tiny_llama, "1:7", "--out", "notes.html", "--force", "--top", 1, *QUICK)[0] == 0
     assert not list(tmp_path.rglob(".writing-*"))

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from analysis.run import Run
 from hooks.collect import analyze
 from hooks.models import LoadedModel
-from reports.html.payload import packed, rounded
-from reports.html.render import inline_svg, number, prose, standard_error, token, visible
+from reports.html.packed_table import packed, rounded
+from reports.html.render import bidi_isolated, inline_svg, number, standard_error, token, visible
 from reports.run.definitions import CAUSAL, EXTREME_COLUMNS, LAYER_COLUMNS, NEURON_COLUMNS
 from reports.run.figures import draw_all
 from reports.run.page import CAPTIONS, report_html
@@ -121,7 +121,7 @@ def test_a_section_is_there_only_if_its_data_are(run: Run, tables: Tables, figur
     assert order == ["exchange", "causal_cost", "scaling", "measures", "neurons", "another"]
     bare = Page(report_html(run, tables, {}))
     assert "figures" not in {attributes.get("id") for _, attributes in bare.elements}
-    assert "The command was not recorded" in bare.text
+    assert "No command was recorded" in bare.text
 
 
 def test_a_number_that_is_not_there_is_a_dash(llama: LoadedModel) -> None:
@@ -181,6 +181,6 @@ def test_marks_that_are_not_seen_become_visible() -> None:
     assert visible("a\u202eb\x00\n\ud800\u200b") == "a⟨U+202E⟩b⟨U+0000⟩⏎⟨U+D800⟩⟨U+200B⟩"
     assert visible("é ü 漢 שלום ⅛ 🙂") == "é ü 漢 שלום ⅛ 🙂"
     assert visible(3) == 3
-    assert prose("a <b> שלום (1)") == "a &lt;b&gt; <bdi>שלום</bdi> (1)"
+    assert bidi_isolated("a <b> שלום (1)") == "a &lt;b&gt; <bdi>שלום</bdi> (1)"
     assert token(" <i>") == '<bdi class="token"> &lt;i&gt;</bdi>'
     assert token("x" * 41) == f'<bdi class="token">{"x" * 40}…</bdi>'

@@ -1,8 +1,8 @@
-"""A run's directory is written as a whole or not at all.
+"""Staged writes: the files of a directory are replaced all together or not at all.
 
-Files are made in a hidden folder inside the directory, so a full disk or an interruption leaves what was there before.
-Only when all are complete are they moved over the old ones, ``run.json`` last, and moved back if one of them cannot be;
-what else lies there is not touched. (A process killed between two renames leaves files that ``Run.load`` refuses.)
+They are written to a hidden folder inside the directory, so a full disk or an interruption leaves the old files as they
+were. Only when all are complete are they moved over the old ones, ``run.json`` last, and moved back if one move fails.
+Other files in the directory are left alone. (A process killed between two moves leaves files that ``Run.load`` refuses.)
 """
 
 import json
@@ -18,12 +18,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from analysis.errors import UserError
-
-RUN_FILE = "run.json"
-SCHEMA = 2
-PROGRESS = ".causal-progress"
-"""What an exact sweep has finished so far, in the directory that the run will be written to."""
-_STAGING = ".writing-"
+from analysis.storage.files import PROGRESS, RUN_FILE, STAGING
 
 
 def is_run(directory: Path) -> bool:
@@ -41,27 +36,27 @@ def check_writable(directory: Path, force: bool = False) -> None:
         raise UserError(f"{directory} is a file: choose another --out")
     if not directory.exists() or force or is_run(directory):
         return
-    others = sorted(path.name for path in directory.iterdir() if not path.name.startswith((_STAGING, PROGRESS)))
+    others = sorted(path.name for path in directory.iterdir() if not path.name.startswith((STAGING, PROGRESS)))
     if others:
-        raise UserError(f"{directory} holds something else than a run ({others[0]}): choose another --out or add --force")
+        raise UserError(f"{directory} holds something other than a run ({others[0]}): choose another --out or add --force")
 
 
 @contextmanager
 def staged(directory: Path, force: bool = False) -> Iterator[Path]:
-    """A folder to write a run's files into; on leaving it without an error they appear in ``directory`` at once."""
+    """A folder to write files into; if the block ends without an error, they all appear in ``directory``."""
     check_writable(directory, force)
     created = _first_missing(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=_STAGING, dir=directory))
+        staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=directory))
     except OSError as error:
         raise UserError(f"cannot write to {directory} ({error.strerror}): choose another --out") from error
     try:
         yield staging
         with _interrupt_deferred():
             _publish(staging, directory)
-            created = None  # what was published stays, also when the deferred Ctrl-C comes through now
-    except (OSError, SafetensorError) as error:  # safetensors has its own name for a full disk
+            created = None  # a deferred Ctrl-C is raised now, and must not remove what was just published
+    except (OSError, SafetensorError) as error:  # safetensors raises its own error when the disk is full
         _discard(staging, created)
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"writing to {directory} failed ({reason}): nothing was changed there") from error
@@ -72,7 +67,7 @@ def staged(directory: Path, force: bool = False) -> Iterator[Path]:
 
 
 def _publish(staging: Path, directory: Path) -> None:
-    """Move every staged file into place, ``run.json`` last; if one cannot be moved, all are as before."""
+    """Move every staged file into place, ``run.json`` last; if one cannot be moved, undo all moves."""
     files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
     replaced = staging / "replaced"
     with ExitStack() as undo:
@@ -90,7 +85,7 @@ def _publish(staging: Path, directory: Path) -> None:
 
 
 def _first_missing(directory: Path) -> Path | None:
-    """The topmost folder that does not exist yet on the way to ``directory``."""
+    """The topmost of ``directory`` and its parents that does not exist yet."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     return missing[-1] if missing else None
 
@@ -101,7 +96,7 @@ def _discard(staging: Path, created: Path | None) -> None:
 
 @contextmanager
 def _interrupt_deferred() -> Iterator[None]:
-    """Ctrl-C waits until the block is done, and comes through then."""
+    """Hold back Ctrl-C until the block is done."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

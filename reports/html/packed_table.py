@@ -1,7 +1,7 @@
 """A table of numbers packed for a page: float32 with four significant digits, deflated, in base64.
 
-The bytes of a column are laid out in planes, all lowest bytes first and all highest last, because signs and exponents are
-alike and deflate finds that only where they stand side by side. Layout: column after column, four planes of one byte a row.
+The bytes of a column are stored in four planes, all lowest bytes first and all highest last: signs and exponents repeat,
+and deflate compresses them only if they are adjacent. Layout: column after column, four planes each, one byte per row.
 """
 
 import base64
@@ -18,13 +18,13 @@ KEPT_BITS = 14
 
 
 @dataclass(frozen=True)
-class Payload:
-    """What a page's script reads.
+class PackedTable:
+    """A table as a page's script reads it.
 
     Attributes:
-        columns: their names, in order.
-        rows: their number.
-        data: the columns, packed; base64 holds nothing that would have to be escaped.
+        columns: the names of the columns, in order.
+        rows: the number of rows.
+        data: the packed columns; base64 needs no escaping.
     """
 
     columns: list[str]
@@ -32,14 +32,14 @@ class Payload:
     data: Markup
 
 
-def packed(table: pd.DataFrame) -> Payload:
-    """The columns of a table, all of them numbers or booleans; integers up to 2²⁴ stay exact."""
+def packed(table: pd.DataFrame) -> PackedTable:
+    """Pack a table of numbers and booleans; integers up to 2²⁴ stay exact."""
     planes = b"".join(_planes(table[name]) for name in table)
-    return Payload(list(table.columns), len(table), Markup(base64.b64encode(zlib.compress(planes)).decode()))
+    return PackedTable(list(table.columns), len(table), Markup(base64.b64encode(zlib.compress(planes)).decode()))
 
 
 def rounded(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The nearest number with ``KEPT_BITS`` bits of mantissa; NaN and ∞ stay what they are."""
+    """Round to ``KEPT_BITS`` bits of mantissa; NaN and ∞ are unchanged."""
     dropped = 23 - KEPT_BITS
     bits = values.view(np.uint32).astype(np.uint64) + (1 << (dropped - 1))
     near = (bits >> dropped << dropped).astype(np.uint32).view(np.float32)
