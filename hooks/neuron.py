@@ -100,7 +100,7 @@ def inspect_neuron(
     read_through(model, corpus, accumulators, batch_size=batch_size, quiet=quiet)
     measured, seen = saved or of_layer.result(), of_neuron.seen
     readouts, output_gain = _readouts(model, site, index, top)
-    return NeuronRecord(
+    return NeuronRecord(  # half of this function is the list of its fields
         layer=address.layer,
         neuron=column,
         expert=site.expert,
