@@ -25,6 +25,8 @@ from analysis.storage.files import (
 )
 
 MEASURE, EDIT = "MEASURE", "EDIT"
+EDIT_PATTERN = r"(?P<part>.+)(?<!_se)(?<!_placebo)(?<!_per_asymmetry)"
+"""The name of an edit, which never ends like a family."""
 WITH_NULLS = ("exchange", "exchange_balanced", "scaling_half", "scaling_double", "scaling_flip")
 OVER_TOKENS = (*WITH_NULLS, "euler_residual", "placement", "placement_balanced")
 NEURON_MEDIANS = ("exchange", "exchange_balanced", "bilinear_share")
@@ -64,7 +66,7 @@ class Column:
     def meaning_for(self, name: str) -> str | None:
         """Its meaning with the placeholder filled in, or None if it does not explain a column of that name."""
         measures = "|".join(map(re.escape, self.of))
-        pattern = re.escape(self.name).replace(MEASURE, f"(?P<part>{measures})").replace(EDIT, "(?P<part>.+)")
+        pattern = re.escape(self.name).replace(MEASURE, f"(?P<part>{measures})").replace(EDIT, EDIT_PATTERN)
         found = re.fullmatch(pattern, name)
         if found is None:
             return None
