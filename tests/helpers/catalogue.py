@@ -56,7 +56,7 @@ def _each(values: object) -> str:
 
 def _read(site: Site) -> str:
     if isinstance(site.weights, ExpertWeights):
-        return f"computed from the experts' {'tables' if site.weights.expert_weights.is_flat else 'expert_weights'}"
+        return f"computed from the experts' {'tables' if site.weights.expert_weights.is_flat else 'stacks'}"
     if site.projections.gate.module is not site.projections.up.module:
         return "two modules"
     return "halves of one module" if site.projections.gate.rows.step is None else "alternating rows of one module"
