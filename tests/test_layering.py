@@ -30,7 +30,10 @@ ORDER = {
         *("tolerance", "loading", "locating", "corpus", "models", "reading", "collect", "patching", "causal"),
         "measure neuron",
     ),
-    "reports": ("columns", "html", "tables", "run", "causal", "compare neuron theory", "directory", "findings"),
+    "reports": (
+        *("markdown columns", "html output_reference", "tables", "run", "causal", "compare neuron theory"),
+        *("directory", "findings"),
+    ),
 }
 """Rooms and single files of each folder, lowest first; a line imports only from lines before it, and from itself."""
 

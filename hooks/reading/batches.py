@@ -200,7 +200,7 @@ def _check_finite(
     raise UserError(f"{places[0]}: NaN or infinite in {windows}, beyond what {dtype} holds: {remedy}")
 
 
-def _watched() -> bool:
+def _is_interactive() -> bool:
     """Whether a progress bar is visible: in a terminal, or in a notebook."""
     ipython = sys.modules.get("IPython")
     return sys.stderr.isatty() or (ipython is not None and ipython.get_ipython() is not None)

@@ -2,6 +2,8 @@
 
 import math
 
+import torch
+
 from tests.helpers import reference
 from tests.helpers.random_layers import TWINS
 

@@ -16,7 +16,7 @@ from reports.compare.page import write_comparison
 from reports.compare.tables import compare_runs
 from reports.directory import write_directory
 from reports.output_reference import parts, with_tables
-from tests.reports.test_mixtures import with_experts
+from tests.helpers.mixtures import with_experts
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "output.md"
 EDITS = ["exchange", "exchange-balanced", "scale:0.5", "bilinear", "relu-limit"]
