@@ -323,7 +323,7 @@ def _write(full: "FullRun", directory: Path, force: bool, quiet: bool, as_json: 
     from reports.causal.summary import print_costs
     from reports.directory import write_directory
     from reports.run.document import summary_json
-    from reports.run.summary import print_summary
+    from reports.run.terminal import print_summary
 
     tables = write_directory(full.run, directory, force, full.random, full.causal)
     shutil.rmtree(directory / PROGRESS, ignore_errors=True)

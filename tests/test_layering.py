@@ -126,6 +126,6 @@ def test_a_file_without_its_line_would_be_seen() -> None:
 
 def test_a_saved_run_is_drawn_without_the_model_libraries() -> None:
     seen = "print({'transformers', 'transformer_lens'} & set(sys.modules))"
-    code = f"import reports.directory, reports.run.summary, sys; {seen}"
+    code = f"import reports.directory, reports.run.terminal, sys; {seen}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -8,8 +8,9 @@ The asymmetry of two versions f, f′ of one quantity is
 
     A = E‖f − f′‖² / (2 (E‖f‖² + E‖f′‖²))                        in [0, 1]
 
-For an involution, exchange or sign flip, it is the share of the energy that is antisymmetric: 0 invariant, 1/2 as different
-as two unrelated signals of equal energy, 1 odd. The relative change is sqrt(E‖f′ − f‖² / E‖f‖²).
+For an involution, exchange or sign flip, it is the share of the energy that is antisymmetric: 0 invariant, 1/2 where
+E[f·f′] = 0, 1 odd. A SiLU, GELU or ReLU neuron has h·h′ ≥ 0 on every token, so 1/2 is its ceiling. The relative change is
+sqrt(E‖f′ − f‖² / E‖f‖²).
 
 What they do not show: how much the model's loss depends on it. A large asymmetry is a statement about activations only.
 A neuron without energy has no asymmetry: its numbers are NaN, never 0.

@@ -14,7 +14,7 @@ from reports.causal.tables import ASYMMETRIES
 from reports.findings.runs import QUADRANTS, UNEXPLAINED, ModelResults, cost_per_asymmetry, energy_by_quadrant
 from reports.markdown import markdown, short
 from reports.run.figures import alpha_label, interval
-from reports.run.summary import CHANCE_WORDS, FEW_NEURONS, against_chance
+from reports.run.verdict import CHANCE_WORDS, FEW_NEURONS, against_chance
 
 ModelCell = Callable[[ModelResults], str]
 MEASURES = {

@@ -2,7 +2,8 @@
 
 definitions  formulas, and the columns on the page
 figures      figures of the measures
-summary      verdict and remarks in words, and the terminal
+verdict      the verdict and the remarks: sentences made from the numbers
+terminal     what the terminal shows
 page         report.html
 document     the summary as JSON
 """

@@ -13,7 +13,7 @@ import pandas as pd
 
 from analysis.run import Run
 from analysis.storage.files import CURVES, EXPERTS, EXTREMES, LAYERS, NEURONS, REPORT, RUN_FILE
-from reports.run.summary import against_chance, remarks, verdict
+from reports.run.verdict import against_chance, remarks, verdict
 from reports.tables import Tables
 
 FILES = (RUN_FILE, LAYERS, NEURONS, CURVES, EXTREMES, REPORT)

@@ -55,7 +55,7 @@ def exchange_by_layer(layers: pd.DataFrame, ax: Axes, column: str = "exchange") 
     """Exchange asymmetry with its 95 % interval, quartiles over tokens, and every null."""
     measure_by_layer(layers, ax, column, EXCHANGES[column])
     ax.axhline(0.5, color="0.6", linewidth=0.8)
-    ax.text(0.003, 0.505, "unrelated", color="0.4", fontsize=8, transform=ax.get_yaxis_transform())
+    ax.text(0.003, 0.505, "orthogonal", color="0.4", fontsize=8, transform=ax.get_yaxis_transform())
     ax.set(ylabel="asymmetry", ylim=(0, max(0.55, ax.get_ylim()[1])))
     return ax
 

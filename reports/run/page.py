@@ -28,7 +28,7 @@ from reports.run.definitions import (
     NEURON_COLUMNS,
     NOTATION,
 )
-from reports.run.summary import remarks, verdict
+from reports.run.verdict import remarks, verdict
 from reports.tables import Tables
 
 EXTREMES_SHOWN = 3

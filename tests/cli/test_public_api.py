@@ -44,7 +44,7 @@ IMPORTS = {
     "reports.neuron.page": "NeuronPage",
     "reports.run.figures": "draw_all exchange_by_layer measure_by_layer neuron_exchange scaling_heatmap",
     "reports.run.page": "report_html",
-    "reports.run.summary": "remarks verdict",
+    "reports.run.verdict": "remarks verdict",
     "reports.tables": "layers_table tables_of",
     "reports.theory.figures": "units_figure",
     "reports.theory.tables": "theory_of",

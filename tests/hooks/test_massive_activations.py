@@ -12,7 +12,7 @@ from analysis.sums.batch import Batch, Window
 from hooks.collect import analyze
 from hooks.models import LoadedModel
 from hooks.reading.accumulators import SiteAccumulator
-from reports.run.summary import remarks
+from reports.run.verdict import remarks
 from reports.tables import extremes_table, layers_table
 from tests.helpers.random_layers import Case, random_case
 

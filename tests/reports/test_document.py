@@ -16,7 +16,7 @@ from analysis.run import Run
 from hooks.collect import analyze
 from hooks.models import LoadedModel
 from reports.run.document import records, summary_json
-from reports.run.summary import print_summary
+from reports.run.terminal import print_summary
 from reports.tables import tables_of
 from tests.helpers.command_line import ROOT, call, refused
 from tests.helpers.hostile import renamed

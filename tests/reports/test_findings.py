@@ -24,7 +24,7 @@ from reports.findings.activations import activation_tables, excess_beyond
 from reports.findings.figure import draw_families
 from reports.findings.runs import ModelResults, cost_per_asymmetry, energy_by_quadrant, found_in, heaviest_neurons
 from reports.markdown import marks, written_into
-from reports.run.summary import against_chance
+from reports.run.verdict import against_chance
 from tests.helpers.command_line import no_figures
 from tests.helpers.tiny import save_tiny
 

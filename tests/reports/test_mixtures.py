@@ -26,7 +26,8 @@ from reports.run.definitions import EXPERT_COLUMNS
 from reports.run.document import summary_json
 from reports.run.figures import draw_all
 from reports.run.page import report_html
-from reports.run.summary import print_summary, remarks, verdict
+from reports.run.terminal import print_summary
+from reports.run.verdict import remarks, verdict
 from reports.tables import Tables, tables_of
 from tests.helpers.html_page import Page
 from tests.helpers.mixtures import with_experts

@@ -18,7 +18,8 @@ from hooks.collect import analyze
 from hooks.models import LoadedModel
 from reports.directory import tables_of, write_directory
 from reports.run.figures import draw_all
-from reports.run.summary import print_summary, remarks, verdict
+from reports.run.terminal import print_summary
+from reports.run.verdict import remarks, verdict
 from reports.tables import curves_table, layers_table, neurons_table
 
 NULLED = "exchange exchange_balanced scaling_half scaling_double scaling_flip".split()

@@ -1,13 +1,9 @@
-"""The summary of a run in words: the verdict, the remarks, and what the terminal shows."""
+"""The verdict of a run and the remarks on it: sentences made from the numbers."""
 
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
 import pandas as pd
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE
@@ -22,47 +18,9 @@ OUTLIER = 3.5
 """Modified z-score above which a layer is an outlier (Iglewicz & Hoaglin 1993)."""
 FEW_NEURONS = 5
 """Below this effective number of neurons, a layer's pooled exchange describes single neurons."""
-CHANCE = 0.5
+ORTHOGONAL = 0.5
+"""The asymmetry of two versions with E[f·f′] = 0; one SiLU, GELU or ReLU neuron cannot exceed it."""
 CHANCE_WORDS = {"gaussian": "the Gaussian null", "repaired": "the permutation null", "random": "random weights"}
-COLUMNS = {
-    "exchange": "exch.",
-    "exchange_balanced": "bal-\nanced",
-    "exchange_balanced_se": "±",
-    "exchange_balanced_token_median": "token\nmedian",
-    "exchange_balanced_null_gaussian": "Gauss\nnull",
-    "exchange_balanced_null_repaired": "perm\nnull",
-    "scaling_double": "scale\nα = 2",
-    "scaling_flip": "flip\nα = −1",
-    "bilinear_share": "ab\nshare",
-    "top_token_share": "top\ntoken",
-}
-"""The columns of the table on a terminal, which has to fit into 80 characters."""
-
-
-def print_summary(run: Run, tables: Tables, directory: Path, console: Console) -> None:
-    """Print the acceptance block, the verdict, the table of layers, and where the files are."""
-    console.print()
-    console.print(acceptance_table(run))
-    console.print()
-    for sentence in verdict(run, tables):
-        console.print(sentence, highlight=False, markup=False)
-    console.print()
-    console.print(layer_table(tables.layers))
-    for sentence in remarks(run, tables.layers, tables.experts):
-        console.print(f"! {sentence}", highlight=False, markup=False)
-    console.print(f"files are in {directory}/", highlight=False, markup=False, soft_wrap=True)
-
-
-def acceptance_table(run: Run) -> Table:
-    """Each check with its value, limit and verdict."""
-    table = Table(title="Acceptance", title_justify="left", header_style="bold", box=None, padding=(0, 1, 0, 0))
-    for column in ("check", "value", "limit"):
-        table.add_column(column)
-    table.add_column("", no_wrap=True)
-    for check in run.acceptance:
-        verdict_word = "pass" if check.passed else "[bold red]FAIL[/]"
-        table.add_row(Text(check.what), Text(check.value_in_words), Text(check.limit_in_words), verdict_word)
-    return table
 
 
 def verdict(run: Run, tables: Tables) -> Iterator[str]:
@@ -76,7 +34,7 @@ def verdict(run: Run, tables: Tables) -> Iterator[str]:
     if tables.experts is not None:
         yield mixture(tables)
     yield (
-        f"Exchanging gate and up: asymmetry {_span(layers['exchange'])} (0 = no change, {CHANCE} = unrelated); "
+        f"Exchanging gate and up: asymmetry {_span(layers['exchange'])} (0 = no change, {ORTHOGONAL} = orthogonal); "
         f"{_degree(layers['exchange'])} broken, most in layer {_at_max(layers, 'exchange')}. "
         f"With the up row rescaled to the norm and sign of the gate row: {_span(layers['exchange_balanced'])}."
     )
@@ -148,7 +106,7 @@ def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None)
             "exchange: use the median over neurons"
         )
     for column in ("exchange", "scaling_double", "bilinear_share"):
-        outliers = _outliers(layers, column)
+        outliers = outliers(layers, column)
         if outliers:
             listed = ", ".join(f"{layer} ({value:.3f})" for layer, value in outliers)
             yield f"{column} is an outlier in layer {listed}; the median over layers is {layers[column].median():.3f}"
@@ -207,21 +165,7 @@ def _extent(values: pd.Series, form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def layer_table(layers: pd.DataFrame) -> Table:
-    """The main columns, one line per layer; outliers are bold."""
-    table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
-    table.add_column("layer", justify="right", no_wrap=True)
-    for title in COLUMNS.values():
-        table.add_column(title, justify="right", no_wrap=True)
-    bold = {layer for layer, _ in _outliers(layers, "exchange")}
-    for _, row in layers.iterrows():
-        cells = ["–" if pd.isna(row[column]) else f"{row[column]:.3f}" for column in COLUMNS]
-        mark = "*" if row["few_tokens"] else ""
-        table.add_row(f"{int(row['layer'])}{mark}", *cells, style="bold" if row["layer"] in bold else "")
-    return table
-
-
-def _outliers(layers: pd.DataFrame, column: str) -> list[tuple[int, float]]:
+def outliers(layers: pd.DataFrame, column: str) -> list[tuple[int, float]]:
     """Layers whose modified z-score exceeds ``OUTLIER``."""
     if layers[column].isna().all():
         return []
