@@ -30,8 +30,8 @@ NOTATION = (
 ASYMMETRY = Definition(
     "asymmetry between f and f′",
     "A(f, f′) = Σ(f − f′)² / 2(Σf² + Σf′²)",
-    "0: nothing changes. 0.5: the two versions are orthogonal, E[f·f′] = 0, the most that one SiLU, GELU or ReLU neuron can "
-    "reach. 1: the sign is reversed.",
+    "0: nothing changes. 0.5: the two versions are orthogonal, E[f·f′] = 0, the most that one SiLU, GELU or ReLU neuron "
+    "can reach. 1: the sign is reversed.",
 )
 DEFINITIONS = (
     ASYMMETRY,

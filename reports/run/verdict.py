@@ -106,9 +106,9 @@ def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None)
             "exchange: use the median over neurons"
         )
     for column in ("exchange", "scaling_double", "bilinear_share"):
-        outliers = outliers(layers, column)
-        if outliers:
-            listed = ", ".join(f"{layer} ({value:.3f})" for layer, value in outliers)
+        found = outliers(layers, column)
+        if found:
+            listed = ", ".join(f"{layer} ({value:.3f})" for layer, value in found)
             yield f"{column} is an outlier in layer {listed}; the median over layers is {layers[column].median():.3f}"
     for check in run.acceptance:
         if not check.passed:
