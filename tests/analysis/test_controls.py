@@ -151,7 +151,7 @@ def test_a_control_out_of_tolerance_exits_with_1_and_is_written(
     monkeypatch.setattr(collect, "controls_of", of_a_liar)
     code, out, _ = call("analyze", tiny_llama, "--out", tmp_path / "run", *QUICK)
     assert code == 1
-    assert {path.name for path in (tmp_path / "run").iterdir()} == FILES
+    assert {path.name for path in (tmp_path / "run").iterdir()} == FILES - {"figures"}
     words = " ".join(out.split())
     assert "control failed in layer 1: k → 3k, v → v/3" in words
     assert "control failed in layer 0" not in words

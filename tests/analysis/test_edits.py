@@ -297,7 +297,7 @@ def test_progress_is_kept_by_piece_and_only_of_the_same_work(tmp_path: Path) -> 
     again = Progress.open(folder, {"edits": ["exchange"]}, resume=True)
     assert torch.equal(again.finished("layer-0")["x"], piece["x"])
     with pytest.raises(
-        UserError, match=r"with edits \['exchange'\], not \['zero'\]: repeat that call, or leave out --resume"
+        UserError, match=r"with edits \['exchange'\], not \['zero'\]: repeat that command, or leave out --resume"
     ):
         Progress.open(folder, {"edits": ["zero"]}, resume=True)
     (folder / "layer-0.safetensors").write_bytes(b"torn")

@@ -107,8 +107,8 @@ def test_a_model_that_is_not_there(arguments: list[str], complaint: str, tmp_pat
     ("options", "complaint"),
     [
         (["--layers", "0,3"], "layer 3 is out of range: llama has layers 0-2"),
-        (["--layers", "2-1"], "layers 2-1 is no range of layers"),
-        (["--layers", "0-99999999999"], "is no range of layers"),
+        (["--layers", "2-1"], "layers 2-1 is not a range of layers"),
+        (["--layers", "0-99999999999"], "is not a range of layers"),
         (["--layers", "one"], "layers 'one' is not a list"),
         (["--alphas", "0,2"], "must lie between 1e-4 and 1e4"),
         (["--alphas", "1e-300"], "must lie between 1e-4 and 1e4"),

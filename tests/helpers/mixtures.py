@@ -10,7 +10,7 @@ from torch import Tensor
 
 from analysis.run import Layer, Run
 from analysis.sums.batch import Batch, Window
-from analysis.sums.kernel import FusedReducer
+from analysis.sums.fused_reducer import FusedReducer
 from analysis.sums.moments import Accumulator, Moments
 from analysis.sums.reducer import Reducer
 from analysis.sums.tiled import TileReducer

@@ -107,7 +107,7 @@ def test_a_mixture_on_the_command_line(families: Families, tmp_path: Path) -> No
     code, out, _ = call("analyze", directory, "--out", whole, "--causal", "both", "--causal-tokens", 64, *quick)
     assert code == 0, out
     words = " ".join(out.split())
-    assert "mixtures of 4 experts, 2 of them a token and one that all of them share" in words
+    assert "mixtures of 4 experts, 2 per token plus a shared one" in words
     neurons, experts = pd.read_parquet(whole / "neurons.parquet"), pd.read_csv(whole / "experts.csv")
     assert neurons.groupby(["layer", "expert"]).size().to_dict() == {
         (layer, expert): 40 if expert < 0 else 24 for layer in range(3) for expert in (-1, 0, 1, 2, 3)

@@ -94,7 +94,7 @@ def test_padding_may_overflow(llama: LoadedModel, monkeypatch: pytest.MonkeyPatc
 
 
 def test_nothing_is_written(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hooks.models.load_model", lambda *_, **__: exploding(half(tiny_llama), "down_proj"))
+    monkeypatch.setattr("hooks.measure.load_model", lambda *_, **__: exploding(half(tiny_llama), "down_proj"))
     line = refused("analyze", tiny_llama, "--dtype", "float16", "--layers", "0-1", "--out", tmp_path / "run", *QUICK)
     assert "use --dtype bfloat16 or float32" in line
     assert not (tmp_path / "run").exists()

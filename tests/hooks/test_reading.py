@@ -164,7 +164,11 @@ def test_overflow_before_the_memory_ran_out_is_refused(llama: LoadedModel, monke
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"draws": 0}, "0 re-pairings"), ({"alphas": (float("nan"),)}, "alphas"), ({"alphas": (0.0, 2.0)}, "alphas")],
+    [
+        ({"draws": 0}, "0 permutations"),
+        ({"alphas": (float("nan"),)}, "α = nan is out of range"),
+        ({"alphas": (0.0, 2.0)}, "α = 0 is out of range"),
+    ],
 )
 def test_arguments_out_of_range_are_said(llama: LoadedModel, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
