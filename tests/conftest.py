@@ -53,7 +53,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Exhaustive tests run only where the -m expression names them, whatever else it says."""
+    """Exhaustive tests run only where the -m expression names them; those of real models begin, as they take longest."""
+    items.sort(key=lambda item: item.get_closest_marker("real") is None)
     if "exhaustive" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("exhaustive")]

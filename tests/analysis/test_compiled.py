@@ -81,7 +81,7 @@ def assert_agree(found: Moments, expected: Moments, exactness: float) -> None:
 
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize(
-    "name", grid(["silu", "gelu_pytorch_tanh", "gpt_oss", "clamped(silu,2)", "top_k(gelu,0.5)"], ["silu", "gpt_oss"])
+    "name", grid(["silu", "gelu_pytorch_tanh", "gpt_oss", "clamped(silu,2)", "top_k(gelu,0.5)"], ["silu"])
 )
 def test_compiled_sums_are_the_eager_ones_in_float64(name: str, device: str) -> None:
     """Tiles of 4, 2 and 3 chunks, the last of them padded; the second layer needs no compilation of its own."""

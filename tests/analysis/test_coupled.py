@@ -156,7 +156,7 @@ def test_one_neuron_of_such_a_layer_is_not_shown(llama: LoadedModel) -> None:
 def test_a_figure_of_it_says_that_there_is_none() -> None:
     figure = units_figure({name: unit_named(name) for name in ("silu", NAME)})
     said = [text.get_text() for ax in figure.axes for text in ax.texts]
-    assert [text for text in said if "no g(a, b) of one pair" in text]
+    assert [text for text in said if "not a function of one pair" in text]
 
 
 def test_forms_with_it_see_the_whole_layer() -> None:

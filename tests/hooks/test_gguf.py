@@ -247,6 +247,7 @@ def test_what_transformers_leaves_out_of_a_file(
     assert complaint in refused(tmp_path / "model.gguf")
 
 
+@pytest.mark.exhaustive  # 46 layers: 20 seconds
 def test_a_size_from_which_llama_cpp_knows_the_scale_of_attention(tmp_path: Path) -> None:
     config = Gemma2Config(**SHAPE | {"num_hidden_layers": 46})
     write_gguf(tmp_path / "model.gguf", random_model(config), "gemma2")
