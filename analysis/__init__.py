@@ -1,6 +1,6 @@
 """The measures in pure torch: no model, no TransformerLens, no tables, no figures.
 
-Rooms, each importing only from those above it, and the files beside them:
+Rooms and the files beside them; each imports only from those listed before it:
 
     errors      the exception for a user's mistake
     checks      the result of one check: value, limit, verdict

@@ -51,7 +51,7 @@ def parse_neuron(text: str) -> NeuronAddress:
     expert = next(iter(between), None)
     if len(between) > 1 or not all(part.isdecimal() for part in (layer, index, *(between if expert != "shared" else ()))):
         raise UserError(
-            f"{text!r} is no neuron: write LAYER:INDEX, both from 0, like 11:1229, or LAYER:EXPERT:INDEX for an expert's"
+            f"{text!r} is not a neuron: write LAYER:INDEX, both from 0, like 11:1229, or LAYER:EXPERT:INDEX for an expert's"
         )
     return NeuronAddress(int(layer), None if expert is None else SHARED if expert == "shared" else int(expert), int(index))
 

@@ -38,7 +38,8 @@ def sentences(causal: Causal, layers: pd.DataFrame) -> Iterator[str]:
         worst = layers.loc[layers[name].abs().idxmax()]
         yield (
             f"To first order, on {tokens:,} tokens (cross-entropy {base:.3f} nats per token), {edit} changes the loss most "
-            f"in layer {int(worst['layer'])}: {worst[name]:+.3f}; single neurons: see neurons.parquet."
+            f"in layer {int(worst['layer'])}: {worst[name]:+.3f} nats. This is reliable for single neurons, "
+            "not for whole layers: use --causal exact."
         )
     if sweep is not None:
         effort = sweep.effort()

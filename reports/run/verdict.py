@@ -1,4 +1,7 @@
-"""The verdict of a run and the remarks on it: sentences made from the numbers."""
+"""The verdict of a run and the remarks on it: sentences made from the numbers.
+
+The sentences about what edits cost, which end the verdict on a page, are in ``reports.causal.summary``.
+"""
 
 from collections.abc import Iterator
 from itertools import islice

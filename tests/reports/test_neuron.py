@@ -433,9 +433,9 @@ def test_the_command_writes_a_page(tiny_llama: Path, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("11", "'11' is no neuron: write LAYER:INDEX"),
-        ("1:x", "'1:x' is no neuron"),
-        ("1:-2", "'1:-2' is no neuron"),
+        ("11", "'11' is not a neuron: write LAYER:INDEX"),
+        ("1:x", "'1:x' is not a neuron"),
+        ("1:-2", "'1:-2' is not a neuron"),
         ("7:0", "layer 7 is out of range: llama has layers 0-2"),
         ("1:48", "neuron 48 is out of range: layer 1 has neurons 0-47"),
     ],
@@ -525,7 +525,7 @@ def test_a_neuron_of_a_mixture_is_named_with_its_expert(families: Families, tmp_
         ("1:5", "layer 1 has experts 0-3, and a shared one: write a neuron of it as LAYER:EXPERT:INDEX"),
         ("1:9:0", "layer 1 has experts 0-3, and a shared one"),
         ("1:2:24", "neuron 24 is out of range: expert 2 of layer 1 has neurons 0-23"),
-        ("1:none:2", "'1:none:2' is no neuron"),
-        ("1:2:3:4", "'1:2:3:4' is no neuron"),
+        ("1:none:2", "'1:none:2' is not a neuron"),
+        ("1:2:3:4", "'1:2:3:4' is not a neuron"),
     ):
         assert message in refused("neuron", directory, place, "--out", tmp_path / "n.html", *QUICK)
