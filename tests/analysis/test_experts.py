@@ -538,6 +538,7 @@ def test_the_interaction_tensors_of_experts_are_their_own() -> None:
 
 
 @needs_compiler
+@pytest.mark.exhaustive  # it compiles: 20 seconds
 def test_experts_need_no_compilation_of_their_own() -> None:
     """Dense layers, then experts with weights, in one graph."""
     case = random_case("silu", (400,), 6, dtype=torch.float32)

@@ -23,6 +23,7 @@ from hooks.models import load_model
 from hooks.neuron import inspect_neuron
 from hooks.patching.interventions import acting
 from reports.tables import layers_table
+from tests.helpers.families import grid
 from tests.helpers.quantizing import E4M3, rewrite
 from tests.helpers.tiny import save_tiny
 
@@ -133,7 +134,7 @@ def test_spread_is_refused_where_it_cannot_be(tiny_llama: Path, tmp_path: Path, 
         spread_options()
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3", "qwen2_moe"])
+@pytest.mark.parametrize("family", grid(["llama", "phi3", "qwen2_moe"], ["llama", "qwen2_moe"]))
 def test_a_model_that_is_spread_is_read_like_one_in_memory(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
