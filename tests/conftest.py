@@ -34,7 +34,10 @@ HOT = {
 """Called a hundred times for every 64 tokens, or ten thousand times for a table: checking their shapes made tests of real
 models a quarter slower, and tables take twice as long."""
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "analysis").rglob("[!_]*.py")}
-install_import_hook([*sorted(MODULES - HOT), "hooks", "reports"], "beartype.beartype")
+CHECK_SHAPES = "CHECK_SHAPES"
+"""The environment variable that has shapes and types checked at run time. It doubles the time; ``.ci/run`` sets it."""
+if os.environ.get(CHECK_SHAPES, "0") != "0":
+    install_import_hook([*sorted(MODULES - HOT), "hooks", "reports"], "beartype.beartype")
 
 MOST_PROCESSES = 4
 """Each may hold both real models, 2 GB."""
