@@ -25,7 +25,7 @@ class FullRun:
     def checks(self) -> tuple[Check, ...]:
         """Every check and control of all of it."""
         runs = (self.run,) if self.random is None else (self.run, self.random)
-        own = tuple(check for run in runs for check in (*run.acceptance, *run.controls))
+        own = tuple(check for run in runs for check in run.checks)
         return own if self.causal is None else (*own, *self.causal.checks(self.run.model["dtype"]))
 
     @property

@@ -99,9 +99,14 @@ class Run:
     record: Record = field(default_factory=dict)
 
     @property
+    def checks(self) -> tuple[Check, ...]:
+        """Every check and every control."""
+        return (*self.acceptance, *self.controls)
+
+    @property
     def passed(self) -> bool:
         """Whether every check and every control passed."""
-        return all(check.passed for check in (*self.acceptance, *self.controls))
+        return all(check.passed for check in self.checks)
 
     def massive_activation_tokens(self) -> dict[int, list[Record]]:
         """For every layer whose numbers depend on a handful of tokens: these tokens, largest energy first."""

@@ -1,8 +1,7 @@
 """One forward pass over the corpus, reduced to Moments layer by layer as it happens.
 
 A layer's a and b live only until both have been captured; then they become sums and are freed. Memory does not grow with
-the
-corpus: it is that of the forward pass plus one table of sums per layer.
+the corpus: it is that of the forward pass plus one table of sums per layer.
 """
 
 import platform

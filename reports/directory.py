@@ -1,10 +1,8 @@
 """The directory of a run: record, tables, figures and report, all written together or not at all."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 from analysis.causal.costs import Causal
 from analysis.errors import UserError
@@ -46,7 +44,7 @@ def write_directory(
             figures |= draw_causal(costs.costs, costs.single_neurons)
         save_figures(figures, folder, DPI)
         in_words = [] if causal is None else sentences(causal, tables.layers)
-        _write_report(folder, run, tables, figures, in_words)
+        (folder / REPORT).write_text(report_html(run, tables, figures, in_words), encoding="utf-8")
         written = {path.relative_to(folder) for path in folder.rglob("*")}
     _delete_stale(directory, written)
     return tables
@@ -78,10 +76,6 @@ def _write_runs(folder: Path, run: Run, random: Run | None, causal: Causal | Non
         random.write(folder / RANDOM_INIT)
     if causal is not None:
         causal.write(folder)
-
-
-def _write_report(folder: Path, run: Run, tables: Tables, figures: dict[str, Figure], costs: Iterable[str]) -> None:
-    (folder / REPORT).write_text(report_html(run, tables, figures, costs), encoding="utf-8")
 
 
 def _delete_stale(directory: Path, written: set[Path]) -> None:
