@@ -93,6 +93,10 @@ def analyze(
     ] = None,
     shard: Annotated[str, typer.Option(help="K/N: read every N-th window from K on; merge the runs afterwards.")] = "0/1",
     draws: Annotated[int, typer.Option(min=1, max=64, help="Random permutations of neurons for the null.")] = 4,
+    output_share: Annotated[
+        float | None,
+        typer.Option(help="Share of the tokens on which layers' outputs are compared; default 1, or about 4,096 tokens."),
+    ] = None,
     null: Annotated[
         Null | None, typer.Option(help="random-init: also run the same architecture with fresh random weights.")
     ] = None,
@@ -129,9 +133,10 @@ def analyze(
     with sweep_kept(directory / PROGRESS):
         full = measure(
             model, corpus=corpus, tokens=tokens, context=context, skip_positions=skip_positions, shard=shard, layers=wanted,
-            alphas=scales, draws=draws, batch_size=batch_size, seed=seed, random_weights=null is Null.RANDOM_INIT,
-            causal=causal, edits=edits, causal_tokens=causal_tokens, progress=directory / PROGRESS, resume=resume,
-            device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code, quiet=quiet,
+            alphas=scales, draws=draws, output_share=output_share, batch_size=batch_size, seed=seed,
+            random_weights=null is Null.RANDOM_INIT, causal=causal, edits=edits, causal_tokens=causal_tokens,
+            progress=directory / PROGRESS, resume=resume, device=device, dtype=dtype, revision=revision,
+            trust_remote_code=trust_remote_code, quiet=quiet,
         )  # fmt: skip
     _write(replace(full, run=_with_command(full.run)), directory, force, quiet, as_json)
 

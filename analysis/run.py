@@ -33,6 +33,7 @@ from analysis.storage.hashing import sha256_of
 from analysis.storage.staged_writes import staged
 from analysis.sums.layout import MAIN_SCALES, Layout
 from analysis.sums.moments import Moments
+from analysis.sums.output_moments import OutputMoments
 from analysis.units.registry import Unit, unit_named
 from analysis.weights.experts import Experts, expert_name, expert_slices, same_experts
 from analysis.weights.geometry import Geometry
@@ -54,6 +55,7 @@ class Layer:
         interaction_antisymmetry: antisymmetric share of the interaction tensor's energy, norm gain folded in.
         partners: for each permutation, the neuron (of the same expert) whose b was combined with each neuron's a.
         experts: the expert of each neuron in a mixture of experts (``analysis.weights.experts``); None in a dense layer.
+        output: the sums of what the layer writes; None if the way from its MLP to the residual stream was not verified.
     """
 
     unit: Unit
@@ -63,11 +65,17 @@ class Layer:
     interaction_antisymmetry: float
     partners: Int64[Tensor, "draw d_mlp"]
     experts: Experts | None = None
+    output: OutputMoments | None = None
 
     @cached_property
     def estimates(self) -> Estimates:
         """Its numbers; cached, because nulls and errors are expensive."""
-        return Estimates(self.unit, self.moments, self.geometry, self.partners, self.experts)
+        return Estimates(self.unit, self.moments, self.geometry, self.partners, self.experts, self.output)
+
+    def __add__(self, other: "Layer") -> "Layer":
+        """The layer over the tokens of both; the weights are the first one's."""
+        output = None if self.output is None or other.output is None else self.output + other.output
+        return replace(self, moments=self.moments + other.moments, output=output)
 
 
 @dataclass(frozen=True)
@@ -198,6 +206,7 @@ def _add(first: Run, second: Run) -> Run:
     for what, mine, other in (
         ("layers", list(first.layers), list(second.layers)),
         ("skipped layers", list(first.skipped), list(second.skipped)),
+        ("layers whose output was measured", _with_output(first), _with_output(second)),
         ("checks", [check.what for check in first.acceptance], [check.what for check in second.acceptance]),
         ("controls", _names(first), _names(second)),
     ):
@@ -212,9 +221,7 @@ def _add(first: Run, second: Run) -> Run:
     common = len(set(first.windows.tolist()) & set(second.windows.tolist()))
     if common:
         raise UserError(f"both runs counted the same {common} windows of {first.corpus[0]['name']}: they do not merge")
-    layers = {
-        index: replace(layer, moments=layer.moments + second.layers[index].moments) for index, layer in first.layers.items()
-    }
+    layers = {index: layer + second.layers[index] for index, layer in first.layers.items()}
     record = {"merged_from": [part for run in (first, second) for part in run.record.get("merged_from", [run.record])]}
     return replace(
         first,
@@ -226,6 +233,10 @@ def _add(first: Run, second: Run) -> Run:
         token_texts=first.token_texts | second.token_texts,
         record=record,
     )
+
+
+def _with_output(run: Run) -> list[int]:
+    return [index for index, layer in run.layers.items() if layer.output is not None]
 
 
 def _names(run: Run) -> list[tuple[int | None, str]]:
@@ -289,6 +300,9 @@ def _tensors(layers: dict[int, Layer]) -> Iterator[tuple[str, Tensor]]:
         yield f"{index}.partners", layer.partners
         if layer.experts is not None:
             yield f"{index}.experts", layer.experts
+        if layer.output is not None:
+            for name, values in layer.output.tensors().items():
+                yield f"{index}.output.{name}", values
         for name, values in layer.geometry.tensors().items():
             yield f"{index}.geometry.{name}", values
 
@@ -303,4 +317,6 @@ def _read_layer(tensors: dict[str, Tensor], index: int, described: Record, setti
     gain, experts = described["norm_gain"], mine.get("experts")
     if experts is not None and (not expert_slices(experts) or len(experts) != moments.d_mlp):
         raise ValueError(f"experts are given for {len(experts)} of {moments.d_mlp} neurons")
-    return Layer(unit, moments, Geometry(**geometry), gain, antisymmetry, mine["partners"], experts)
+    written = {key.partition(".")[2]: value for key, value in mine.items() if key.startswith("output.")}
+    output = OutputMoments.from_tensors(unit, written) if written else None
+    return Layer(unit, moments, Geometry(**geometry), gain, antisymmetry, mine["partners"], experts, output)

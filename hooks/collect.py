@@ -17,6 +17,7 @@ from analysis.errors import UserError
 from analysis.run import Layer, Run
 from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS, check_alphas
 from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS
+from analysis.sums.output_moments import SAMPLED_TOKENS
 from hooks.corpus import Corpus
 from hooks.locating.sites import Mixture, Site
 from hooks.models import LoadedModel
@@ -25,6 +26,10 @@ from hooks.reading.accumulators import accumulator_of
 from hooks.reading.batches import batch_size_for, read_through
 from hooks.reading.first_window import controls_of, verified_on_text
 
+OUTPUT_TOKENS = 4096
+"""Counted tokens on which the output of layers is computed by default: all of a text that has no more, else a random share
+with about as many. So its cost does not grow with the text. A version costs one more down projection on each of them."""
+SMALLEST_OUTPUT_SHARE = 1e-4
 VERSIONED = ("torch", "transformer-lens", "transformers", "numpy", "numba")
 
 
@@ -35,6 +40,7 @@ def analyze(
     layers: Sequence[int] | None = None,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
     draws: int = DEFAULT_DRAWS,
+    output_share: float | None = None,
     batch_size: int | None = None,
     seed: int = 0,
     quiet: bool = False,
@@ -47,6 +53,8 @@ def analyze(
         layers: indices to analyze; None takes every layer that is a gated MLP.
         alphas: scales of the scaling symmetry, none of them 0; limits that exist are added.
         draws: random permutations of neurons for the permutation null.
+        output_share: share of the counted tokens, chosen at random, on which what layers write is computed with all units
+            edited; None is 1 for a text of up to ``OUTPUT_TOKENS``, and as many tokens of a longer one.
         batch_size: windows in one forward pass; changes time and memory, not results. None fits them to the memory.
         seed: of the permutations.
         quiet: no progress bar.
@@ -58,11 +66,15 @@ def analyze(
         raise UserError(f"a batch of {batch_size} windows cannot be read: use at least 1")
     if draws < 1:
         raise UserError(f"{draws} permutations cannot be drawn: use at least 1")
+    check_output_share(output_share)
     check_alphas(alphas)
     started = time.perf_counter()
     chosen = select_layers(model, layers)
     size = batch_size_for(model, corpus) if batch_size is None else batch_size
-    found, kinds = collect(model, corpus, chosen, alphas=alphas, draws=draws, batch_size=size, seed=seed, quiet=quiet)
+    share = output_share_for(corpus) if output_share is None else output_share
+    found, kinds = collect(
+        model, corpus, chosen, alphas=alphas, draws=draws, output_share=share, batch_size=size, seed=seed, quiet=quiet
+    )
     controls = controls_of(model, corpus, chosen, seed)
     asked = range(model.description["n_layers"]) if layers is None else layers
     skipped = {layer: reason for layer, reason in model.skipped.items() if layer in asked}
@@ -75,7 +87,7 @@ def analyze(
     return Run(
         layers=found,
         model=model.description,
-        settings=settings_of(model, corpus, alphas, draws, seed),
+        settings=settings_of(model, corpus, alphas, draws, seed, share),
         corpus=(corpus.description,),
         windows=corpus.window_keys,
         acceptance=acceptance_of(model, corpus, found, controls, verified_on_text(model, corpus, chosen)),
@@ -86,7 +98,22 @@ def analyze(
     )
 
 
-def settings_of(model: LoadedModel, corpus: Corpus, alphas: Sequence[float], draws: int, seed: int) -> dict[str, Any]:
+def output_share_for(corpus: Corpus) -> float:
+    """The share of a text that has about ``OUTPUT_TOKENS`` counted tokens; 1 if there are no more."""
+    return min(1.0, round(OUTPUT_TOKENS / corpus.n_counted_everywhere, 6))
+
+
+def check_output_share(share: float | None) -> None:
+    """Raise UserError if it is not a share of tokens that leaves some."""
+    if share is not None and not SMALLEST_OUTPUT_SHARE <= share <= 1:
+        raise UserError(
+            f"an output share of {share:g} is out of range: it must lie between {SMALLEST_OUTPUT_SHARE:g} and 1"
+        )
+
+
+def settings_of(
+    model: LoadedModel, corpus: Corpus, alphas: Sequence[float], draws: int, seed: int, output_share: float | None = None
+) -> dict[str, Any]:
     """How a corpus is read, as recorded in a run's provenance."""
     return {
         "context": corpus.context,
@@ -96,6 +123,8 @@ def settings_of(model: LoadedModel, corpus: Corpus, alphas: Sequence[float], dra
         "draws": draws,
         "jackknife_blocks": N_JACKKNIFE_BLOCKS,
         "jackknife_groups_of_neurons": N_JACKKNIFE_GROUPS,
+        "output_share": output_share,
+        "output_sample": SAMPLED_TOKENS,
         "seed": seed,
         "accumulation": "products in float32 or the model's dtype if wider, sums of up to 256 of them too, then float64",
     }
@@ -141,12 +170,15 @@ def collect(
     *,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
     draws: int = DEFAULT_DRAWS,
+    output_share: float = 1.0,
     batch_size: int | None = None,
     seed: int = 0,
     quiet: bool = False,
 ) -> tuple[dict[int, Layer], set[str]]:
     """Every layer with its moments over the corpus, in one pass; and the kinds of reducers that took the sums."""
-    accumulators = {index: accumulator_of(layer, alphas, draws, seed + index) for index, layer in layers.items()}
+    accumulators = {
+        index: accumulator_of(layer, alphas, draws, seed + index, output_share) for index, layer in layers.items()
+    }
     read_through(model, corpus, list(accumulators.values()), batch_size=batch_size, quiet=quiet)
     kinds = {kind for accumulator in accumulators.values() for kind in accumulator.kind.split(", ")}
     return {index: accumulator.result() for index, accumulator in accumulators.items()}, kinds

@@ -41,6 +41,7 @@ class Corpus:
     Attributes:
         windows: those of this shard, in order.
         n_windows: the number of windows in the whole corpus, over all shards.
+        n_counted_everywhere: the number of counted tokens in it.
         context: tokens in the longest window, BOS included.
         skip_positions: leading positions of each window that are fed but not counted.
         description: an entry of the ``corpus`` part of a run's provenance.
@@ -48,6 +49,7 @@ class Corpus:
 
     windows: tuple[Window, ...]
     n_windows: int
+    n_counted_everywhere: int
     context: int
     skip_positions: int
     description: dict[str, Any]
@@ -115,7 +117,7 @@ def load_corpus(
         "tokens_counted": sum(window.n_counted for window in of_shard),
         "cut_at_max_tokens": truncated,
     }
-    return Corpus(of_shard, len(windows), context, skip_positions, description)
+    return Corpus(of_shard, len(windows), counted, context, skip_positions, description)
 
 
 def _cut(

@@ -16,7 +16,7 @@ from analysis.errors import UserError
 from analysis.full_run import FullRun
 from analysis.sums.layout import DEFAULT_ALPHAS, DEFAULT_DRAWS, check_alphas
 from hooks.causal import MODES, measure_causal
-from hooks.collect import analyze
+from hooks.collect import analyze, check_output_share
 from hooks.corpus import DEFAULT_CONTEXT, SAMPLE, check_windows
 from hooks.loading.builtin import DEFAULT_MODEL
 from hooks.models import load_model
@@ -35,6 +35,7 @@ def measure(
     layers: Sequence[int] | None = None,
     alphas: Sequence[float] = DEFAULT_ALPHAS,
     draws: int = DEFAULT_DRAWS,
+    output_share: float | None = None,
     batch_size: int | None = None,
     seed: int = 0,
     random_weights: bool = False,
@@ -54,7 +55,7 @@ def measure(
     Args:
         model, device, dtype, revision, trust_remote_code: see ``hooks.models.load_model``.
         corpus, tokens, context, skip_positions, shard: see ``hooks.corpus.load_corpus``; ``tokens`` is its ``max_tokens``.
-        layers, alphas, draws, batch_size, seed, quiet: see ``hooks.collect.analyze``.
+        layers, alphas, draws, output_share, batch_size, seed, quiet: see ``hooks.collect.analyze``.
         random_weights: also measure the same architecture with random weights, on the same tokens.
         causal: what edits cost: ``none``, ``attribution``, ``exact`` or ``both``. None is ``attribution`` where the model
             predicts the next token, else ``none``.
@@ -68,10 +69,14 @@ def measure(
     """
     check_windows(context, skip_positions, shard)
     check_alphas(alphas)
+    check_output_share(output_share)
     names = None if edits is None else parse_edits(edits)
     _check_causal(causal, is_asked=edits is not None or causal_tokens is not None, resume=resume)
     load = partial(load_model, model, device=device, dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
-    read_all = partial(analyze, layers=layers, alphas=alphas, draws=draws, batch_size=batch_size, seed=seed, quiet=quiet)
+    read_all = partial(
+        analyze, layers=layers, alphas=alphas, draws=draws, output_share=output_share, batch_size=batch_size, seed=seed,
+        quiet=quiet,
+    )  # fmt: skip
 
     subject = load()
     text = subject.read(corpus, context=context, skip_positions=skip_positions, max_tokens=tokens, shard=shard)

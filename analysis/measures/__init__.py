@@ -11,6 +11,8 @@ jackknife         standard errors over sequences
 layer_numbers     the numbers of a layer, and its scaling curve
 layer_sums        what every number is computed from, and the shared nulls
 neuron_numbers    the numbers of every neuron, and the extreme neurons
+output_numbers    the numbers of what a layer writes
+output_ranks      in how many directions it writes, and where balanced exchange changes it
 permutation_null  the variance of the permutation null
 token_numbers     medians over tokens, trimmed values, massive-activation tokens
 """

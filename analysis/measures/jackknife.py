@@ -15,13 +15,14 @@ Layers have ``N_JACKKNIFE_BLOCKS`` blocks; single neurons have ``N_JACKKNIFE_GRO
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float32, Float64
+from jaxtyping import Float32, Float64, Int64
 from scipy import stats
 from torch import Tensor
 
 from analysis.measures.asymmetry import Measure, layer_bilinear_share
 from analysis.sums.layout import Sums
-from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Moments, histogram_quantile
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Moments
+from analysis.sums.token_histograms import TokenHistograms, histogram_quantile
 
 FEW_JACKKNIFE_BLOCKS = 8
 """With fewer jackknife blocks an error is itself very uncertain."""
@@ -99,9 +100,9 @@ def bilinear_share_replicates(weight: Float64[Tensor, " d_mlp"], moments: Moment
     return neuron_replicates(lambda sums: torch.tensor(layer_bilinear_share(sums, weight), dtype=torch.float64), moments)
 
 
-def quantile_error(token_measure: str, q: float, moments: Moments) -> float:
-    """The standard error of a quantile over tokens of one of ``layout.token_measures``."""
-    counts = moments.token_ratio_blocks[moments.layout.token_measures.index(token_measure)][moments.blocks > 0]
+def quantile_error(measure: str, q: float, tokens: TokenHistograms, blocks: Int64[Tensor, " block"]) -> float:
+    """The standard error of a quantile over tokens of one of their measures, given the tokens in each jackknife block."""
+    counts = tokens.ratio_blocks[tokens.measures.index(measure)][blocks > 0]
     without = counts.sum(dim=0) - counts
     replicates = [histogram_quantile(histogram, q) for histogram in without]
     return float(jackknife(torch.tensor(replicates, dtype=torch.float64)))

@@ -22,6 +22,7 @@ from analysis.measures.jackknife import (
     pooled_error,
 )
 from analysis.measures.layer_sums import GAUSSIAN_NULLS, LayerSums, Neurons
+from analysis.measures.output_numbers import output_numbers
 from analysis.measures.token_numbers import TOKEN_MEASURES, TRIMMED, depends_on_few_tokens, over_tokens
 from analysis.sums.layout import scaling_name
 
@@ -33,6 +34,7 @@ def layer_numbers(layer: LayerSums) -> dict[str, int | float]:
         "n_tokens": layer.moments.n_tokens,
         "n_blocks": filled_jackknife_blocks(layer.moments),
     }
+    numbers |= output_numbers(layer)
     for name in (*GAUSSIAN_NULLS, *(name for name in TOKEN_MEASURES if name not in GAUSSIAN_NULLS)):
         numbers |= _pooled(layer, name) | over_tokens(layer, name)
         if name in GAUSSIAN_NULLS:
@@ -65,19 +67,19 @@ def curve_numbers(layer: LayerSums) -> dict[str, list[float]]:
         "alpha": list(alphas),
         **{name: values.tolist() for name, values in columns.items()},
         "null_gaussian": [layer.gaussian[scaling_name(alpha)].pooled(weight) for alpha in alphas],
-        "token_median": [layer.moments.token_quantile(scaling_name(alpha), 0.5) for alpha in alphas],
+        "token_median": [layer.moments.tokens.quantile(scaling_name(alpha), 0.5) for alpha in alphas],
     }
 
 
 def _concentration(layer: LayerSums) -> dict[str, float]:
     """How few tokens and neurons hold the energy; of the neurons, in the balanced gauge, h and exchanged h together."""
     moments = layer.moments
-    energy = float(moments.by_energy[1].sum())
+    energy = moments.tokens.energy
     by_neuron = layer.geometry.value_weight * (moments.neuron["balanced_hh"] + moments.neuron["balanced_exchange"])
     return {
         "top_token_share": moments.top_energy / energy if energy else math.nan,
-        "top_tokens_share": moments.top_share(TRIMMED),
-        "effective_tokens": moments.effective_tokens,
+        "top_tokens_share": moments.tokens.top_share(TRIMMED),
+        "effective_tokens": moments.tokens.effective,
         "few_tokens": depends_on_few_tokens(layer),
         "effective_neurons": float(by_neuron.sum() ** 2 / by_neuron.square().sum()),
     }

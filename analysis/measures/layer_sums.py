@@ -17,6 +17,7 @@ from analysis.measures.gaussian_null import GaussianFit, Parts, gaussian_nulls
 from analysis.measures.jackknife import neuron_replicates
 from analysis.sums.layout import MAIN_SCALES, Sums, scaling_name
 from analysis.sums.moments import Moments
+from analysis.sums.output_moments import OutputMoments
 from analysis.units.registry import Unit
 from analysis.weights.experts import Experts, index_within
 from analysis.weights.geometry import Geometry
@@ -46,6 +47,7 @@ class LayerSums:
         partners: for each draw of the permutation null, the neuron whose b was combined with each neuron's a.
         experts: the expert of each neuron in a mixture of experts, None in a dense layer. Only the numbers of experts, the
             names of neurons, and the variance over permutations use them: everything else pools over all neurons.
+        output: sums of what the layer writes; None if they could not be taken.
     """
 
     unit: Unit
@@ -53,6 +55,7 @@ class LayerSums:
     geometry: Geometry
     partners: Int64[Tensor, "draw d_mlp"]
     experts: Experts | None = None
+    output: OutputMoments | None = None
 
     @cached_property
     def pooled(self) -> Sums:

@@ -35,15 +35,15 @@ def over_tokens(layer: LayerSums, name: str) -> dict[str, float]:
         parts = ("token_q1", "token_median", "token_median_se", "token_q3", "trimmed")
         return {f"{name}_{part}": math.nan for part in parts}
 
-    median = moments.token_quantile(key, 0.5)
-    error = quantile_error(key, 0.5, moments)
+    median = moments.tokens.quantile(key, 0.5)
+    error = quantile_error(key, 0.5, moments.tokens, moments.blocks)
     if key == "euler":
         error *= 0.5 / math.sqrt(median * (1 - median) ** 3) if median else math.nan  # the derivative of ``_reported``
     return {
-        f"{name}_token_q1": _reported(key, moments.token_quantile(key, 0.25)),
+        f"{name}_token_q1": _reported(key, moments.tokens.quantile(key, 0.25)),
         f"{name}_token_median": _reported(key, median),
         f"{name}_token_median_se": error,
-        f"{name}_token_q3": _reported(key, moments.token_quantile(key, 0.75)),
+        f"{name}_token_q3": _reported(key, moments.tokens.quantile(key, 0.75)),
         f"{name}_trimmed": trimmed(layer, name),
     }
 
@@ -53,7 +53,7 @@ def trimmed(layer: LayerSums, name: str) -> float:
     key = TOKEN_MEASURES[name]
     if key not in layer.moments.layout.token_measures:
         return math.nan
-    return _reported(key, layer.moments.without_top_tokens(key, TRIMMED))
+    return _reported(key, layer.moments.tokens.without_top(key, TRIMMED))
 
 
 def depends_on_few_tokens(layer: LayerSums) -> bool:
@@ -62,7 +62,7 @@ def depends_on_few_tokens(layer: LayerSums) -> bool:
     It does if the effective number of tokens is below 1 % of them, or if leaving out the 0.1 % of tokens of largest energy
     changes one of the measures by more than a tenth of itself.
     """
-    if layer.moments.effective_tokens < CONCENTRATED * layer.moments.n_tokens:
+    if layer.moments.tokens.effective < CONCENTRATED * layer.moments.n_tokens:
         return True
     values = {name: float(LAYER_MEASURES[name](layer.pooled)) for name in TOKEN_MEASURES}
     return any(abs(value - trimmed(layer, name)) > CHANGED * value for name, value in values.items())
@@ -73,7 +73,7 @@ def top_tokens(layer: LayerSums) -> list[dict[str, int | float]]:
 
     Each with its place, its share of the layer's energy, and the neuron that holds most of its energy.
     """
-    top, energy = layer.moments.top_tokens, float(layer.moments.by_energy[1].sum())
+    top, energy = layer.moments.top_tokens, layer.moments.tokens.energy
     taken = top.places[3] >= 0
     window, position, token, neuron = top.places[:, taken]
     columns = {

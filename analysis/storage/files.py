@@ -25,7 +25,7 @@ THEOREMS = "theorems.csv"
 SIZES = "sizes.csv"
 THEORY_FIGURE = "theory.png"
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of ``run.json`` and ``moments.safetensors``; a run with another one is refused."""
 
 RUN_FILES = {

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from analysis.sums.token_sample import in_share, token_keys
+
 
 @dataclass(frozen=True)
 class Window:
@@ -42,6 +44,20 @@ class Tile(NamedTuple):
     jackknife_block: int
 
 
+class SampledTile(NamedTuple):
+    """Sampled tokens of one jackknife block.
+
+    Attributes:
+        places: their places in the batch.
+        block: their jackknife block.
+        keys: their keys (``analysis.sums.token_sample``), on the CPU.
+    """
+
+    places: Int64[Tensor, " token"]
+    block: int
+    keys: Int64[Tensor, " token"]
+
+
 @dataclass(frozen=True)
 class Batch:
     """Windows that are read together, padded on the right to one length: row i, position p is place i·length + p.
@@ -58,6 +74,7 @@ class Batch:
         blocks: the jackknife block of every counted token.
         routing_weight: the routing weight r of every place (energies are weighted with r²); None where all are 1.
         ranks: index of each counted token among those of the batch it was routed from; None for a whole batch.
+        keys: of the counted tokens (``analysis.sums.token_sample``), on the CPU; None for a part of a batch.
     """
 
     windows: tuple[Window, ...]
@@ -69,6 +86,10 @@ class Batch:
     blocks: Int64[Tensor, " token"]
     routing_weight: Float[Tensor, " place"] | None = None
     ranks: Int64[Tensor, " token"] | None = None
+    keys: Int64[Tensor, " token"] | None = None
+    _sampled: dict[tuple[float, int], list[SampledTile]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _tiles: dict[tuple[int, int, bool], list[Tile]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -96,11 +117,36 @@ class Batch:
             places=places.to(device),
             runs=tuple(runs),
             blocks=torch.tensor(of_token, dtype=torch.int64, device=device),
+            keys=token_keys(places[:2, counted]),
         )
 
     def pieces(self, size: int) -> list[tuple[int, int, int]]:
         """The runs, cut into pieces of at most ``size`` tokens."""
         return [(at, min(at + size, stop), block) for start, stop, block in self.runs for at in range(start, stop, size)]
+
+    def sampled(self, share: float, size: int) -> list[SampledTile]:
+        """A random share of the counted tokens in reading order, in tiles; created once for all layers.
+
+        Args:
+            share: of the tokens, 1 for all.
+            size: tokens in a tile at most.
+
+        Raises:
+            ValueError: it is a part of a batch.
+        """
+        if self.keys is None:
+            raise ValueError("tokens are sampled from a whole batch, not from a part that was routed to an expert")
+        if (share, size) not in self._sampled:
+            chosen, tiles = in_share(self.keys, share), []
+            for first, last, block in self.runs:
+                own = chosen[(chosen >= first) & (chosen < last)]
+                tiles += [
+                    SampledTile(self.counted[tokens.to(self.counted.device)], block, self.keys[tokens])
+                    for tokens in own.split(size)
+                    if len(tokens)
+                ]
+            self._sampled[share, size] = tiles
+        return self._sampled[share, size]
 
     def tiles(self, size: int, chunk: int, padded: bool) -> list[Tile]:
         """The runs, cut into tiles; created once for all layers, on the device and without synchronizing it.

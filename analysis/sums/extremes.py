@@ -35,6 +35,10 @@ class Peaks:
         nothing = torch.full((3, d_mlp), torch.nan, dtype=torch.float64, device=device)
         return cls(nothing, torch.full((4, d_mlp), -1, device=device))
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name, for writing."""
+        return {"values": self.values, "places": self.places}
+
     def to(self, device: torch.device | str) -> "Peaks":
         """The same on a device."""
         return Peaks(self.values.to(device), self.places.to(device))
@@ -80,6 +84,10 @@ class TopTokens:
     def empty(cls, device: torch.device | str = "cpu") -> "TopTokens":
         nothing = torch.zeros(0, dtype=torch.float64, device=device)
         return cls(nothing, torch.zeros(4, 0, dtype=torch.int64, device=device), nothing)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Its tensors by name, for writing."""
+        return {"energy": self.energy, "places": self.places, "neuron_share": self.neuron_share}
 
     def to(self, device: torch.device | str) -> "TopTokens":
         """The same on a device."""

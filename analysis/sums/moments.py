@@ -6,7 +6,6 @@ histograms over tokens, and the places of the largest values. Moments of disjoin
 machines combine by ``+``, in any order, and a new measure needs no forward pass.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
@@ -20,15 +19,7 @@ from analysis.sums.batch import Batch, Window
 from analysis.sums.extremes import Heaviest, Peaks, TopTokens
 from analysis.sums.layout import Layout, Sums
 from analysis.sums.reducer import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Reducer, TokenSums, Totals
-
-RATIO_BINS = 4096
-"""Bins for the asymmetries r of single tokens, of equal width in √r: the error of a median m is at most about √m/2048."""
-BLOCK_RATIO_BINS = 512
-"""The same by jackknife block, used only for the error of a median."""
-_BINS_PER_OCTAVE = 8
-_LOWEST_OCTAVE = -64
-ENERGY_BINS = 128 * _BINS_PER_OCTAVE
-"""Bins for tokens of similar energy, 8 per octave from 2^-64 to 2^64."""
+from analysis.sums.token_histograms import TokenHistograms
 
 
 @dataclass(frozen=True)
@@ -41,11 +32,7 @@ class Moments:
         neuron_groups: the sums of ``layout.by_neuron_and_group`` by group of jackknife blocks, for errors of neurons.
         signs: tokens × neurons in each quadrant of (a, b), by jackknife block.
         blocks: counted tokens by jackknife block.
-        token_ratios: for each of ``layout.token_measures``, the histogram over tokens of each token's own value,
-            pooled over neurons, [measure, RATIO_BINS].
-        token_ratio_blocks: the same by jackknife block in coarser bins.
-        by_energy: sums over tokens of similar energy Σ_j w_j h_j²: their number, their energy, and for each of
-            ``layout.token_measures`` the two sums whose ratio it is, [2 + 2·measure, ENERGY_BINS].
+        tokens: ``layout.token_measures`` token by token, pooled over neurons; a token's energy is Σ_j w_j h_j².
         peaks: each neuron's largest |h|, and its place.
         top_tokens: the tokens of largest energy, and their places.
         n_tokens: number of counted tokens.
@@ -57,9 +44,7 @@ class Moments:
     neuron_groups: Float32[Tensor, "group kept d_mlp"]
     signs: Float64[Tensor, "4 block"]
     blocks: Int64[Tensor, " block"]
-    token_ratios: Int64[Tensor, "measure bin"]
-    token_ratio_blocks: Int64[Tensor, "measure block coarse_bin"]
-    by_energy: Float64[Tensor, "part energy_bin"]
+    tokens: TokenHistograms
     peaks: Peaks
     top_tokens: TopTokens
     n_tokens: int
@@ -70,16 +55,13 @@ class Moments:
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.zeros(shape, dtype=dtype)
 
-        n_measures = len(layout.token_measures)
         return cls(
             Sums(layout, zeros(layout.size, d_mlp)),
             Sums(layout, zeros(layout.size, N_JACKKNIFE_BLOCKS)),
             zeros(N_JACKKNIFE_GROUPS, layout.by_neuron_and_group.size, d_mlp, dtype=torch.float32),
             zeros(4, N_JACKKNIFE_BLOCKS),
             zeros(N_JACKKNIFE_BLOCKS, dtype=torch.int64),
-            zeros(n_measures, RATIO_BINS, dtype=torch.int64),
-            zeros(n_measures, N_JACKKNIFE_BLOCKS, BLOCK_RATIO_BINS, dtype=torch.int64),
-            zeros(2 + 2 * n_measures, ENERGY_BINS),
+            TokenHistograms.empty(layout.token_measures),
             Peaks.empty(d_mlp),
             TopTokens.empty(),
             0,
@@ -117,7 +99,7 @@ class Moments:
             elif isinstance(value, Sums):
                 named[field.name] = value.values
             elif not isinstance(value, int):
-                named |= {f"{field.name}.{part}": tensor for part, tensor in vars(value).items()}
+                named |= {f"{field.name}.{part}": tensor for part, tensor in value.tensors().items()}
         return named
 
     @classmethod
@@ -134,8 +116,9 @@ class Moments:
             expected,
             neuron=Sums(layout, neuron),
             pooled=Sums(layout, named["pooled"]),
-            peaks=Peaks(named["peaks.values"], named["peaks.places"]),
-            top_tokens=TopTokens(*(named[f"top_tokens.{part}"] for part in ("energy", "places", "neuron_share"))),
+            tokens=TokenHistograms(layout.token_measures, *(named[f"tokens.{part}"] for part in expected.tokens.tensors())),
+            peaks=Peaks(*(named[f"peaks.{part}"] for part in expected.peaks.tensors())),
+            top_tokens=TopTokens(*(named[f"top_tokens.{part}"] for part in expected.top_tokens.tensors())),
             n_tokens=n_tokens,
             n_sequences=n_sequences,
             **{field.name: named[field.name] for field in fields(cls) if isinstance(getattr(expected, field.name), Tensor)},
@@ -147,7 +130,9 @@ class Moments:
         def moved(values: Any) -> Any:
             if isinstance(values, Sums):
                 return Sums(values.layout, values.values.to(device, copy=copy))
-            return values.to(device, copy=copy) if isinstance(values, Tensor) else values
+            if isinstance(values, Tensor | TokenHistograms):
+                return values.to(device, copy=copy)
+            return values
 
         return Moments(*(moved(getattr(self, field.name)) for field in fields(self)))
 
@@ -163,41 +148,6 @@ class Moments:
     def top_energy(self) -> float:
         """The largest energy of a single token; 0 without tokens."""
         return float(self.top_tokens.energy[0]) if len(self.top_tokens.energy) else 0.0
-
-    def token_quantile(self, measure: str, q: float) -> float:
-        """A quantile over tokens of one of ``layout.token_measures``; NaN if no token has energy."""
-        return histogram_quantile(self.token_ratios[self.layout.token_measures.index(measure)], q)
-
-    def without_top_tokens(self, measure: str, share: float) -> float:
-        """A token measure, pooled as one ratio, without the given share of the tokens, those of largest energy.
-
-        The number of tokens left out is rounded up. Tokens are binned by energy, 8 bins per octave; for a bin of which only
-        a part is left out, all sums are reduced in proportion.
-        """
-        row = 2 + 2 * self.layout.token_measures.index(measure)
-        gap, scale = self.by_energy[row : row + 2] @ self._kept(share)
-        return float(gap / scale)
-
-    def top_share(self, share: float) -> float:
-        """The share of the layer's energy held by the given share of its tokens, those of largest energy."""
-        energy = self.by_energy[1]
-        return float(1 - energy @ self._kept(share) / energy.sum())
-
-    @property
-    def effective_tokens(self) -> float:
-        """(Σ e)² / Σ e² over the energies e of the tokens: the effective number of tokens that hold the energy.
-
-        Tokens in one energy bin are taken as equal.
-        """
-        count, energy = self.by_energy[:2]
-        return float(energy.sum() ** 2 / (energy.square() / count.clamp(min=1)).sum())
-
-    def _kept(self, share: float) -> Float64[Tensor, " energy_bin"]:
-        """The fraction of every energy bin that remains without the given share of tokens of largest energy."""
-        counts = self.by_energy[0].flip(0)
-        before = counts.cumsum(0) - counts
-        left_out = (math.ceil(share * self.n_tokens) - before).clamp(min=0).minimum(counts)
-        return (1 - left_out / counts.clamp(min=1)).flip(0)
 
 
 Part = tuple[int, Tensor, Tensor, Tensor, Tensor]
@@ -262,12 +212,7 @@ class Accumulator:
         """Add the sums of the tokens of a batch."""
         total = self._by_token
         self._top_tokens += top_tokens
-        square_root = (tokens.gap / tokens.scale).sqrt()
-        _count(total.token_ratios, square_root)
-        _count(total.token_ratio_blocks, square_root, batch.blocks)
-        parts = torch.stack([tokens.gap, tokens.scale], dim=1).flatten(0, 1)
-        parts = torch.cat([torch.ones_like(tokens.energy)[None], tokens.energy[None], parts])
-        total.by_energy.index_add_(1, _energy_bin(tokens.energy), parts)
+        total.tokens.add_tokens(tokens, batch.blocks)
         total.blocks.index_add_(0, batch.blocks, torch.ones_like(batch.blocks))
         self._n_tokens += len(batch.counted)
         self._n_sequences += len(batch.windows)
@@ -296,42 +241,3 @@ class Accumulator:
             n_tokens=self._n_tokens,
             n_sequences=self._n_sequences,
         )
-
-
-def _count(
-    histogram: Int64[Tensor, "measure *block bin"],
-    square_root: Float64[Tensor, "measure token"],
-    jackknife_block: Int64[Tensor, " token"] | None = None,
-) -> None:
-    """Count every token in its bin of √r; a token without energy has no ratio and is not counted."""
-    n_measures, n_bins = histogram.shape[0], histogram.shape[-1]
-    bins = (square_root * n_bins).nan_to_num(nan=0.0).long().clamp(max=n_bins - 1)
-    if jackknife_block is not None:
-        bins = bins + n_bins * jackknife_block
-    bins = bins + torch.arange(n_measures, device=bins.device)[:, None] * (histogram.numel() // n_measures)
-    histogram.view(-1).index_add_(0, bins.flatten(), (~square_root.isnan()).long().flatten())
-
-
-def _energy_bin(energy: Float64[Tensor, " token"]) -> Int64[Tensor, " token"]:
-    octave = energy.log2().clamp(min=_LOWEST_OCTAVE)  # a token without energy is in the lowest bin
-    return ((octave - _LOWEST_OCTAVE) * _BINS_PER_OCTAVE).nan_to_num(nan=0.0).clamp(0, ENERGY_BINS - 1).long()
-
-
-def histogram_quantile(counts: Int64[Tensor, " bin"], q: float) -> float:
-    """A quantile of values whose square roots were counted in bins, spaced evenly within each; NaN for empty bins.
-
-    Between two values it is interpolated linearly, as numpy does.
-    """
-    total = int(counts.sum())
-    if total == 0:
-        return math.nan
-    cumulative = counts.cumsum(0)
-
-    def value_of_rank(rank: int) -> float:
-        index = int(torch.searchsorted(cumulative, rank + 1))
-        before, inside = int(cumulative[index] - counts[index]), int(counts[index])
-        return ((index + (rank - before + 0.5) / inside) / len(counts)) ** 2
-
-    below, part = divmod(q * (total - 1), 1)
-    lower, upper = value_of_rank(int(below)), value_of_rank(min(int(below) + 1, total - 1))
-    return lower + part * (upper - lower)

@@ -7,6 +7,7 @@ expected        what is known before a layer runs: configuration, modules shared
 recording       inputs and outputs of the modules of one block
 routing         tokens, experts and routing weights
 norm_gains      the gain of the norm before a gated MLP, and the factor on its output
+output_path     what turns an MLP's output into what is added to the residual stream
 verify          which layers of a model are verified, and the reasons of the others
 verify_dense    verifies gated MLPs made of linear modules
 verify_experts  verifies mixtures of experts

@@ -6,11 +6,13 @@ differ in all of this and in names, so both are verified on the block itself: a 
 its input, and the factor on y is measured by running the block with y replaced by random rows, by twice these, and by zero.
 So it does not matter whether attention runs before the MLP or in parallel.
 
-A norm after the MLP also divides by the RMS of y, which differs from token to token; this division is left out of v.
+A norm after the MLP also divides by the RMS of y, which differs from token to token; this division is left out of v. What
+it does to a whole output is computed with the norm itself (``hooks.locating.output_path``), if it is verified to explain
+all that the block adds.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from hooks.loading.devices import weights_of
+from hooks.locating.output_path import OutputPath
 from hooks.tolerance import TOLERANCE
 
 SLACK = 10
@@ -40,11 +43,13 @@ class OutputGain:
     Attributes:
         gain: one factor per component.
         source: where it comes from, in words.
-        token_weight: one factor per token of the probe, None if there is none.
+        path: what turns the output into what is added, norm included; None if it could not be verified.
+        token_weight: one factor per token of the probe, None if there is none. It is not part of the path.
     """
 
     gain: Vector
     source: str
+    path: OutputPath | None = None
     token_weight: Float[Tensor, " place"] | None = None
 
 
@@ -119,6 +124,7 @@ def find_output_gain(
     recorded: Tensor,
     module: nn.Module,
     y: Float[Tensor, "*place d_model"],
+    norms: Iterable[tuple[str, nn.Module, Rows, Rows]],
     block: nn.Module,
     constants: dict[str, float],
 ) -> OutputGain:
@@ -129,6 +135,7 @@ def find_output_gain(
         recorded: the block's recorded output, which ``run`` must reproduce.
         module: the module.
         y: its recorded output.
+        norms: modules that may be norms: name, module, recorded input and output.
         block: the block, whose norms are compared with a measured gain.
         constants: numbers of the configuration, with which a measured multiplier is compared.
     """
@@ -141,10 +148,14 @@ def find_output_gain(
     once, twice = ((_with_output(run, module, y, factor * z) - zero) / (factor * z).double() for factor in (1, 2))
     if _distance(once, twice) <= limit:
         return _linear(once, limit, constants, unverified)
+    own, rows = y.flatten(0, -2), output.flatten(0, -2).double()
+    added = [(own, rows - zero), (z, once * z), (2 * z, twice * 2 * z)]
+    path = _norm_path(added, own, norms, limit, constants) if own.shape == rows.shape else None
+    found = unverified
     if _distance(once, 2 * twice) <= limit:
         rms = z.double().square().mean(dim=-1, keepdim=True).sqrt()
-        return _through_norm(once * rms, block, limit, constants, unverified)
-    return unverified
+        found = _through_norm(once * rms, block, limit, constants, unverified)
+    return replace(found, path=path)
 
 
 def _random_like(output: Tensor, dtype: torch.dtype) -> Rows:
@@ -162,11 +173,13 @@ def _linear(
     per_token, per_component = factor.median(dim=1).values, factor.median(dim=0).values
     if _distance(factor, factor.median().expand_as(factor)) <= limit:
         value, name = _as_constant(float(factor.median()), limit, constants)
-        return OutputGain(value * unverified.gain, NOTHING_AFTER if value == 1 else f"× {value:g} ({name})")
+        gain = value * unverified.gain
+        return OutputGain(gain, NOTHING_AFTER if value == 1 else f"× {value:g} ({name})", OutputPath(gain))
     if _distance(factor, per_token[:, None].expand_as(factor)) <= limit:
-        return OutputGain(unverified.gain, "a weight per token", per_token)
+        return OutputGain(unverified.gain, "a weight per token", OutputPath(unverified.gain), per_token)
     if _distance(factor, per_component.expand_as(factor)) <= limit:
-        return OutputGain(per_component.to(unverified.gain.dtype), "a factor of each component, as measured")
+        gain = per_component.to(unverified.gain.dtype)
+        return OutputGain(gain, "a factor of each component, as measured", OutputPath(gain))
     return unverified
 
 
@@ -192,6 +205,33 @@ def _through_norm(
         return unverified
     value, constant = _as_constant(best[1], limit, constants)
     return OutputGain(value * best[2], best[3] if value == 1 else f"{best[3]}, × {value:g} ({constant})")
+
+
+def _norm_path(
+    added: list[tuple[Tensor, Tensor]],
+    y: Tensor,
+    norms: Iterable[tuple[str, nn.Module, Rows, Rows]],
+    limit: float,
+    constants: dict[str, float],
+) -> OutputPath | None:
+    """The norm that y passes, and the factor behind it; None if no norm that reads y explains what is added.
+
+    Args:
+        added: outputs of the MLP, and what the block then adds beyond what it adds for an output of 0.
+        y: the recorded output of the MLP.
+        norms: as for ``find_output_gain``.
+        limit: largest relative error.
+        constants: as for ``find_output_gain``.
+    """
+    for _, norm, before, _ in norms:
+        if before.shape != y.shape or not torch.equal(before, y):
+            continue
+        pairs = [((norm.forward(rows) - norm.forward(torch.zeros_like(rows))).double(), change) for rows, change in added]
+        factors = [float((normed * change).sum() / normed.square().sum()) for normed, change in pairs]
+        value, _ = _as_constant(factors[0], limit, constants)
+        if all(_distance(change, value * normed) <= limit for normed, change in pairs):
+            return OutputPath(torch.full_like(y[0], value), norm)
+    return None
 
 
 def _as_constant(value: float, limit: float, constants: dict[str, float]) -> tuple[float, str]:

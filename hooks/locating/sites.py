@@ -22,6 +22,7 @@ from analysis.units.registry import Unit
 from analysis.weights.experts import SHARED
 from hooks.loading.devices import device_of
 from hooks.locating.expert_weights import FusedExperts
+from hooks.locating.output_path import OutputPath
 from hooks.locating.projections import Candidate, Weights
 
 Points = tuple[nn.Module, ...]
@@ -39,6 +40,7 @@ class Site:
         gain_source: which norm that is, in words.
         value_gain: factor of each component of y before it is added to the residual stream.
         value_gain_source: where this factor comes from, in words.
+        output_path: what turns y into what is added to the residual stream, a norm included; None if it was not verified.
         identity_error: relative error of h = g(a, b) on the probe.
         output_error: relative error of the MLP's output computed from q, k, v.
         expert: its number in a mixture of experts, ``SHARED`` for a shared one, None in a dense layer.
@@ -57,6 +59,7 @@ class Site:
     value_gain_source: str
     identity_error: float
     output_error: float
+    output_path: OutputPath | None = None
     expert: int | None = None
     token_gate: nn.Linear | None = None
     hook_names: dict[str, str] = field(default_factory=dict)
@@ -144,6 +147,11 @@ class Mixture:
     def routed(self) -> tuple[Site, ...]:
         """The experts that the router chooses from."""
         return tuple(site for site in self.sites if site.expert != SHARED)
+
+    @property
+    def output_paths(self) -> tuple[OutputPath | None, ...]:
+        """That of the routed experts' sum, and that of the shared expert's output if there is one."""
+        return self.sites[0].output_path, *(() if self.shared is None else (self.shared.output_path,))
 
     @property
     def columns(self) -> tuple[slice, ...]:

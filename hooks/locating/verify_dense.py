@@ -51,6 +51,7 @@ def verify_candidate(expected: Expected, layer: int, candidate: Candidate, recor
         recording.block_output,
         candidate.down,
         recording.calls[candidate.down][2],
+        recording.norms(y),
         recording.block,
         expected.constants,
     )
@@ -62,6 +63,7 @@ def verify_candidate(expected: Expected, layer: int, candidate: Candidate, recor
         gain_source=source,
         value_gain=output_gain.gain,
         value_gain_source=output_gain.source,
+        output_path=output_gain.path,
         identity_error=identity_error,
         output_error=output_error,
         in_place=bool({candidate.gate.module, candidate.up.module} & recording.changed),

@@ -18,6 +18,7 @@ from hooks.loading.network import hidden_of
 from hooks.locating.expected import Expected, NotASiteError, VerificationError
 from hooks.locating.expert_weights import ExpertSlice, ExpertWeights, FusedExperts, fused_experts_of
 from hooks.locating.norm_gains import NOTHING_AFTER, OutputGain, find_input_gain, find_output_gain, parallel
+from hooks.locating.output_path import OutputPath
 from hooks.locating.recording import Recording
 from hooks.locating.routing import Routing
 from hooks.locating.sites import Mixture, Site
@@ -82,13 +83,19 @@ class ExpertsVerifier:
         gain, source = self._input_gain(expert_weights, recording)
         y = hidden_of(recording.calls[expert_weights.module][2])
         output_gain = find_output_gain(
-            recording.rerun, recording.block_output, expert_weights.module, y, recording.block, self.expected.constants
+            recording.rerun,
+            recording.block_output,
+            expert_weights.module,
+            y,
+            recording.norms(y.flatten(0, -2)),
+            recording.block,
+            self.expected.constants,
         )
         if output_gain.token_weight is not None:
             raise NotASiteError("the output of its experts has another weight for every token")
         gains = gain, source, output_gain.gain, output_gain.source
         sites = [
-            Site(layer, unit, ExpertWeights(expert_weights, number), *gains, 0.0, error, number)
+            Site(layer, unit, ExpertWeights(expert_weights, number), *gains, 0.0, error, output_gain.path, number)
             for number in range(expert_weights.n_experts)
         ]
         with_weights = [_shared(site, own_gain, recording) for site, own_gain in dense]
@@ -215,7 +222,7 @@ def _shared(site: Site, output_gain: OutputGain, recording: Recording) -> tuple[
                 else:
                     gain = site.value_gain
                 gated = replace(site, expert=SHARED, token_gate=module, value_gain=gain, value_gain_source=source)
-                return gated, weight.to(site.dtype)
+                return replace(gated, output_path=OutputPath(gain)), weight.to(site.dtype)
     raise NotASiteError("its shared expert has a weight for every token, which no module of the block computes")
 
 

@@ -26,9 +26,12 @@ from hooks.locating.norm_gains import NOTHING_AFTER
 from hooks.locating.routing import Routing
 from hooks.locating.sites import Mixture, Site
 from hooks.reading.batches import ActivationAccumulator
+from hooks.reading.outputs import LayerOutput, mixture_output, site_output
 
 
-def accumulator_of(layer: Site | Mixture, alphas: Sequence[float], draws: int, seed: int) -> "LayerAccumulator":
+def accumulator_of(
+    layer: Site | Mixture, alphas: Sequence[float], draws: int, seed: int, output_share: float = 1.0
+) -> "LayerAccumulator":
     """An empty accumulator.
 
     Args:
@@ -36,10 +39,11 @@ def accumulator_of(layer: Site | Mixture, alphas: Sequence[float], draws: int, s
         alphas: scales of the scaling symmetry.
         draws: random permutations of neurons for the permutation null.
         seed: of the permutations.
+        output_share: share of the counted tokens on which the layer's output is computed in every version.
     """
     if isinstance(layer, Site):
-        return SiteAccumulator(layer, alphas, draws, seed)
-    return MixtureAccumulator(layer, alphas, draws, seed)
+        return SiteAccumulator(layer, alphas, draws, seed, output_share)
+    return MixtureAccumulator(layer, alphas, draws, seed, output_share)
 
 
 class LayerAccumulator(ActivationAccumulator):
@@ -54,7 +58,13 @@ class LayerAccumulator(ActivationAccumulator):
 
     @property
     def is_finite(self) -> Bool[Tensor, ""]:
-        return self._accumulator.is_finite
+        output, finite = self._written, self._accumulator.is_finite
+        return finite if output is None else finite & output.is_finite
+
+    @property
+    @abstractmethod
+    def _written(self) -> LayerOutput | None:
+        """What accumulates the layer's output, if that is known."""
 
     @abstractmethod
     def result(self) -> Layer:
@@ -89,11 +99,16 @@ class _Prepared:
 class SiteAccumulator(LayerAccumulator):
     """Accumulates the moments of one site."""
 
-    def __init__(self, site: Site, alphas: Sequence[float], draws: int, seed: int) -> None:
+    def __init__(self, site: Site, alphas: Sequence[float], draws: int, seed: int, output_share: float = 1.0) -> None:
         super().__init__(site)
         self._site = site
         self._prepared = _Prepared.of(site, Layout.of(site.unit, alphas, draws), draws, seed)
         self._accumulator = Accumulator(site.n_neurons, self._prepared.reduce)
+        self._output = site_output(site, self._prepared.geometry, output_share)
+
+    @property
+    def _written(self) -> LayerOutput | None:
+        return self._output
 
     def result(self) -> Layer:
         site = self._site
@@ -104,18 +119,21 @@ class SiteAccumulator(LayerAccumulator):
             gain=describe_gain(site),
             interaction_antisymmetry=antisymmetric_share(*_folded_weights(site)),
             partners=self._prepared.pairing.partners,
+            output=None if self._output is None else self._output.moments(),
         )
 
     def take(self, captured: dict[str, Any], batch: Batch) -> None:
         a, b = (captured.pop(symbol) for symbol in "ab")
         rows = len(batch.windows)  # some families flatten batch and positions before their MLP
         self._accumulator.add(a.reshape(rows, -1, a.shape[-1]), b.reshape(rows, -1, b.shape[-1]), batch)
+        if self._output is not None:
+            self._output.add(a.flatten(0, -2), b.flatten(0, -2), batch)
 
 
 class MixtureAccumulator(LayerAccumulator):
     """Accumulates the moments of a layer of experts."""
 
-    def __init__(self, mixture: Mixture, alphas: Sequence[float], draws: int, seed: int) -> None:
+    def __init__(self, mixture: Mixture, alphas: Sequence[float], draws: int, seed: int, output_share: float = 1.0) -> None:
         super().__init__(mixture)
         self._mixture = mixture
         layout = Layout.of(mixture.unit, alphas, draws)
@@ -123,6 +141,11 @@ class MixtureAccumulator(LayerAccumulator):
         seeds = torch.randint(2**62, (len(mixture.sites),), generator=torch.Generator().manual_seed(seed)).tolist()
         self._prepared = [_Prepared.of(site, layout, draws, own) for site, own in zip(mixture.sites, seeds, strict=True)]
         self._accumulator = Accumulator(mixture.n_neurons, [prepared.reduce for prepared in self._prepared])
+        self._output = mixture_output(mixture, [prepared.geometry for prepared in self._prepared], output_share)
+
+    @property
+    def _written(self) -> LayerOutput | None:
+        return self._output
 
     def result(self) -> Layer:
         sites = self._mixture.sites
@@ -137,10 +160,12 @@ class MixtureAccumulator(LayerAccumulator):
             interaction_antisymmetry=pooled_antisymmetric_share(map(_folded_weights, sites)),
             partners=torch.cat(partners, dim=1),
             experts=torch.tensor([int(site.expert or 0) for site in sites]).repeat_interleave(width),
+            output=None if self._output is None else self._output.moments(),
         )
 
     def take(self, captured: dict[str, Any], batch: Batch) -> None:
-        self._accumulator.add_experts(parts_of(self._mixture, captured, batch), batch)
+        parts = parts_of(self._mixture, captured, batch)
+        self._accumulator.add_experts(parts if self._output is None else self._output.passing(parts, batch), batch)
 
 
 def parts_of(mixture: Mixture, captured: dict[str, Any], batch: Batch) -> Iterator[Part]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from analysis.measures import asymmetry as measures
 from analysis.sums.layout import Layout, Sums
-from analysis.sums.moments import RATIO_BINS, Moments, histogram_quantile
+from analysis.sums.moments import Moments
+from analysis.sums.token_histograms import RATIO_BINS, histogram_quantile
 from analysis.units.registry import GatedUnit, Unit, unit_named
 from tests.helpers import reference
 from tests.helpers.families import grid
@@ -189,7 +190,7 @@ def assert_token_quartiles_equal_the_twin(case: Case, moments: Moments, name: st
     ratios = [ratio for ratio in token_twin(case, name) if not math.isnan(ratio)]
     for q in (0.25, 0.5, 0.75):
         exact = reference.quantile(ratios, q)
-        assert moments.token_quantile(name, q) == pytest.approx(exact, abs=2 / RATIO_BINS), (name, q)
+        assert moments.tokens.quantile(name, q) == pytest.approx(exact, abs=2 / RATIO_BINS), (name, q)
     assert reference.quantile(ratios, 0.5) == reference.median(ratios)
 
 
@@ -346,7 +347,7 @@ def test_symmetric_unit_is_exactly_unchanged_by_exchange() -> None:
     moments = random_case(SymmetricUnit(), (70, 21), 4, dtype=torch.float32).moments
     assert (measures.exchange(moments.neuron) == 0).all()
     assert measures.exchange(layer_sums(moments)) == 0
-    assert moments.token_quantile("exchange", 0.5) <= 1 / RATIO_BINS
+    assert moments.tokens.quantile("exchange", 0.5) <= 1 / RATIO_BINS
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -396,7 +397,7 @@ def test_rescaling_key_and_value_leaves_the_scaling_measures(name: str, beta: Te
         assert_close(new_numbers[number], numbers[number], what=number)
     for token_measure in before.neuron.layout.token_measures:
         if token_measure not in ("exchange", "placement"):
-            medians = [moments.token_quantile(token_measure, 0.5) for moments in (before, after)]
+            medians = [moments.tokens.quantile(token_measure, 0.5) for moments in (before, after)]
             assert abs(medians[0] - medians[1]) <= 2 / RATIO_BINS
     for measure in (measures.bilinear_share, measures.bilinear_coefficient, measures.gate_positive):
         assert_close(measure(after.neuron), measure(before.neuron), what=measure.__name__)

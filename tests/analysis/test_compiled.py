@@ -73,7 +73,7 @@ def assert_agree(found: Moments, expected: Moments, exactness: float) -> None:
     assert torch.equal(found.peaks.places, expected.peaks.places)
     assert torch.equal(found.top_tokens.places, expected.top_tokens.places)
     torch.testing.assert_close(found.top_tokens.energy, expected.top_tokens.energy, rtol=exactness, atol=0)
-    torch.testing.assert_close(found.by_energy.sum(1), expected.by_energy.sum(1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.tokens.by_energy.sum(1), expected.tokens.by_energy.sum(1), rtol=1e-5, atol=1e-6)
     groups, theirs = found.neuron_groups, expected.neuron_groups
     torch.testing.assert_close(groups, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
     assert (found.n_tokens, found.n_sequences) == (expected.n_tokens, expected.n_sequences)

@@ -13,7 +13,8 @@ from analysis.measures.gaussian_null import GaussianFit, gaussian_nulls
 from analysis.measures.jackknife import pooled_error
 from analysis.measures.permutation_null import permutation_variance
 from analysis.sums.layout import scaling_name
-from analysis.sums.moments import BLOCK_RATIO_BINS, N_JACKKNIFE_BLOCKS, RATIO_BINS
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS
+from analysis.sums.token_histograms import BLOCK_RATIO_BINS, RATIO_BINS
 from analysis.units.registry import Unit, unit_named
 from tests.helpers import reference
 from tests.helpers.families import grid

@@ -18,17 +18,10 @@ from analysis.sums.eager import tile_sums
 from analysis.sums.extremes import TOP_TOKENS, Heaviest, TopTokens
 from analysis.sums.fused_reducer import EXPERT_TILE, TILE, _tiled
 from analysis.sums.layout import QUADRANTS, Layout
-from analysis.sums.moments import (
-    BLOCK_RATIO_BINS,
-    ENERGY_BINS,
-    N_JACKKNIFE_BLOCKS,
-    N_JACKKNIFE_GROUPS,
-    RATIO_BINS,
-    Accumulator,
-    Moments,
-)
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Accumulator, Moments
 from analysis.sums.reducer import TokenSums, Totals
 from analysis.sums.tiled import TileReducer
+from analysis.sums.token_histograms import BLOCK_RATIO_BINS, ENERGY_BINS, RATIO_BINS
 from analysis.units.registry import GatedUnit
 from analysis.weights.experts import SHARED, expert_slices, index_within, neuron_name
 from analysis.weights.geometry import derangements
@@ -150,21 +143,21 @@ def test_token_histograms_equal_the_twin(found: Moments, twin: Twin) -> None:
     """A token's parts are summed over its experts before the ratio is taken."""
     gap, scale, energy, blocks = parts_of_tokens(found, twin)
     root = (gap / scale).sqrt()
-    for bins, histogram in ((RATIO_BINS, found.token_ratios), (BLOCK_RATIO_BINS, found.token_ratio_blocks.sum(dim=1))):
+    for bins, histogram in ((RATIO_BINS, found.tokens.ratios), (BLOCK_RATIO_BINS, found.tokens.ratio_blocks.sum(dim=1))):
         for measure, ratios in enumerate(root.tolist()):
             expected = torch.zeros(bins, dtype=torch.int64)
             for ratio in ratios:
                 expected[min(int(ratio * bins), bins - 1)] += 1
             assert torch.equal(histogram[measure], expected), found.layout.token_measures[measure]
     for block in range(N_JACKKNIFE_BLOCKS):
-        assert (found.token_ratio_blocks[:, block].sum(dim=1) == blocks.count(block)).all()
+        assert (found.tokens.ratio_blocks[:, block].sum(dim=1) == blocks.count(block)).all()
     octave = ((energy.double().log2() + 64) * 8).long()
     assert int(octave.max()) < ENERGY_BINS
-    expected = torch.zeros_like(found.by_energy)
+    expected = torch.zeros_like(found.tokens.by_energy)
     rows = torch.cat([torch.ones_like(root[:1]), energy[None], torch.stack([gap, scale], 1).flatten(0, 1)])
     for token, at in enumerate(octave.tolist()):
         expected[:, at] += rows[:, token]
-    torch.testing.assert_close(found.by_energy, expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.tokens.by_energy, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_peaks_and_top_tokens_equal_the_twin(found: Moments, twin: Twin, layer: Mixture) -> None:
@@ -222,10 +215,10 @@ def test_one_expert_that_takes_every_token_is_a_dense_layer(kind: str) -> None:
     dense.add(case.a.view(shape), case.b.view(shape), batch)
     expected, found = dense.moments(), one.moments(kind)
     if kind == "fused":
-        moved = (found.token_ratios.cumsum(1) - expected.token_ratios.cumsum(1)).abs().max()
+        moved = (found.tokens.ratios.cumsum(1) - expected.tokens.ratios.cumsum(1)).abs().max()
         assert moved <= 3
-        assert_same(found, expected, 1e-6, ("token_ratios", "token_ratio_blocks", "by_energy"))
-        torch.testing.assert_close(found.by_energy.sum(1), expected.by_energy.sum(1), rtol=1e-5, atol=1e-6)
+        assert_same(found, expected, 1e-6, ("tokens.ratios", "tokens.ratio_blocks", "tokens.by_energy"))
+        torch.testing.assert_close(found.tokens.by_energy.sum(1), expected.tokens.by_energy.sum(1), rtol=1e-5, atol=1e-6)
     else:
         assert_same(found, expected, but_for=("top_tokens.neuron_share",))
         assert_close(found.top_tokens.neuron_share, expected.top_tokens.neuron_share, torch.float32)
@@ -246,7 +239,7 @@ def test_the_fused_loop_gives_the_sums_of_the_torch_loop(lengths: tuple[int, ...
     torch.testing.assert_close(fused.peaks.values, exact.peaks.values, rtol=1e-6, atol=1e-30, equal_nan=True)
     groups = exact.neuron_groups
     torch.testing.assert_close(fused.neuron_groups, groups, rtol=1e-5, atol=1e-5 * float(groups.abs().max()))
-    assert (fused.token_ratios.cumsum(1) - exact.token_ratios.cumsum(1)).abs().max() <= 3
+    assert (fused.tokens.ratios.cumsum(1) - exact.tokens.ratios.cumsum(1)).abs().max() <= 3
 
 
 def test_an_experts_runs_are_cut_into_long_and_short_tiles() -> None:
@@ -269,7 +262,7 @@ def test_a_token_without_weight_is_counted_and_adds_no_energy(layer: Mixture, ki
             assert torch.equal(nothing.neuron.values[rows], full.neuron.values[rows])
         else:
             assert (nothing.neuron.values[rows] == 0).all(), name
-    assert (nothing.token_ratios == 0).all()
+    assert (nothing.tokens.ratios == 0).all()
     assert (nothing.peaks.values[0].nan_to_num() == 0).all()
     assert nothing.n_tokens == full.n_tokens == 29
 
@@ -288,7 +281,7 @@ def test_doubling_all_weights_leaves_every_ratio(layer: Mixture, kind: str) -> N
     for quadrant in QUADRANTS:
         factor[once.layout.rows[f"count_{quadrant}"]] = 1.0
     assert torch.equal(double.neuron.values, factor * once.neuron.values)
-    assert torch.equal(double.token_ratios, once.token_ratios)
+    assert torch.equal(double.tokens.ratios, once.tokens.ratios)
     assert torch.equal(double.top_tokens.places, once.top_tokens.places)
 
 
@@ -310,9 +303,9 @@ def test_batches_of_some_windows_are_the_whole(kind: str) -> None:
         alone.add_experts(iter(some), batch)
         parts.append(alone.moments())
     for found in (accumulator.moments(), parts[2] + parts[0] + parts[1]):
-        assert_same(found, whole, 1e-6 if kind == "fused" else 1e-7, but_for=("neuron_groups", "by_energy"))
+        assert_same(found, whole, 1e-6 if kind == "fused" else 1e-7, but_for=("neuron_groups", "tokens.by_energy"))
         torch.testing.assert_close(found.neuron_groups, whole.neuron_groups, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.by_energy.sum(1), whole.by_energy.sum(1), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found.tokens.by_energy.sum(1), whole.tokens.by_energy.sum(1), rtol=1e-6, atol=1e-9)
 
 
 def test_tokens_that_no_expert_took_have_no_ratio() -> None:
@@ -321,8 +314,8 @@ def test_tokens_that_no_expert_took_have_no_ratio() -> None:
     layer = layer.weighted(lambda weight: torch.where(routed, weight, torch.nan))
     moments = layer.moments()
     taken = int(routed[layer.batch.counted].sum())
-    assert (moments.token_ratios.sum(dim=1) == taken).all()
-    assert moments.n_tokens == 29 == int(moments.by_energy[0].sum())
+    assert (moments.tokens.ratios.sum(dim=1) == taken).all()
+    assert moments.n_tokens == 29 == int(moments.tokens.by_energy[0].sum())
     assert (moments.top_tokens.places[3, : min(taken, TOP_TOKENS)] >= 0).all()
     assert (moments.top_tokens.places[3, taken:] == -1).all()
 
@@ -562,7 +555,7 @@ def test_experts_need_no_compilation_of_their_own() -> None:
     assert (kind, graphs()) == ("compiled", before)
     expected, kind = reduced(False, True)
     assert kind == "eager"
-    assert_same(found, expected, 1e-5, ("token_ratios", "token_ratio_blocks", "by_energy"))
+    assert_same(found, expected, 1e-5, ("tokens.ratios", "tokens.ratio_blocks", "tokens.by_energy"))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

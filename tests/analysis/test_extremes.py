@@ -119,9 +119,9 @@ def test_numbers_without_the_tokens_of_largest_energy_equal_the_twin(share: floa
     """The share is rounded up to whole tokens; 0.1 % of 30 tokens is one."""
     case = uneven()
     gap, scale, energies = parts_and_energies(case)
-    trimmed = case.moments.without_top_tokens("exchange", share)
+    trimmed = case.moments.tokens.without_top("exchange", share)
     assert trimmed == pytest.approx(reference.without_top(gap, scale, energies, share), rel=1e-12)
-    assert case.moments.top_share(share) == pytest.approx(reference.top_share(energies, share), rel=1e-9, abs=1e-12)
+    assert case.moments.tokens.top_share(share) == pytest.approx(reference.top_share(energies, share), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("measure", ["euler", "placement", "balanced_exchange", "scaling 2", "scaling inf"])
@@ -131,22 +131,22 @@ def test_every_token_measure_is_trimmed_by_the_same_tokens(measure: str) -> None
     largest = int((case.unit(case.a, case.b).square() @ case.weight).argmax())
     others = torch.arange(30) != largest
     rest = case.with_data(lambda a, b: (a[others], b[others])).moments
-    trimmed = case.moments.without_top_tokens(measure, 0.001)
-    assert trimmed == pytest.approx(rest.without_top_tokens(measure, 0.0), rel=1e-9)
-    assert trimmed != pytest.approx(case.moments.without_top_tokens(measure, 0.0), rel=1e-3)
+    trimmed = case.moments.tokens.without_top(measure, 0.001)
+    assert trimmed == pytest.approx(rest.tokens.without_top(measure, 0.0), rel=1e-9)
+    assert trimmed != pytest.approx(case.moments.tokens.without_top(measure, 0.0), rel=1e-3)
 
 
 def test_of_tokens_of_like_energy_a_part_is_left_out() -> None:
     """All tokens in one bin: without a third of them the ratio is that of all, and a third of the energy is theirs."""
     moments = uneven(step=0.0).moments
-    assert int((moments.by_energy[0] > 0).sum()) == 1
-    assert moments.without_top_tokens("exchange", 1 / 3) == pytest.approx(moments.without_top_tokens("exchange", 0.0))
-    assert moments.top_share(1 / 3) == pytest.approx(1 / 3)
-    assert moments.effective_tokens == pytest.approx(30)
+    assert int((moments.tokens.by_energy[0] > 0).sum()) == 1
+    assert moments.tokens.without_top("exchange", 1 / 3) == pytest.approx(moments.tokens.without_top("exchange", 0.0))
+    assert moments.tokens.top_share(1 / 3) == pytest.approx(1 / 3)
+    assert moments.tokens.effective == pytest.approx(30)
 
 
 def test_effective_tokens_count_those_that_carry_the_energy() -> None:
     energies = parts_and_energies(uneven())[2]
     expected = sum(energies) ** 2 / sum(energy**2 for energy in energies)
-    assert uneven().moments.effective_tokens == pytest.approx(expected, rel=1e-9)
+    assert uneven().moments.tokens.effective == pytest.approx(expected, rel=1e-9)
     assert expected < 2.2

@@ -60,8 +60,8 @@ def assert_agree(fused: Moments, exact: Moments) -> None:
     torch.testing.assert_close(fused.peaks.values, exact.peaks.values, rtol=1e-6, atol=1e-30)
     assert torch.equal(fused.top_tokens.places, exact.top_tokens.places)
     torch.testing.assert_close(fused.top_tokens.energy, exact.top_tokens.energy, rtol=1e-5, atol=0)
-    torch.testing.assert_close(fused.by_energy.sum(1), exact.by_energy.sum(1), rtol=1e-5, atol=1e-6)
-    moved = (fused.token_ratios.cumsum(1) - exact.token_ratios.cumsum(1)).abs().max()
+    torch.testing.assert_close(fused.tokens.by_energy.sum(1), exact.tokens.by_energy.sum(1), rtol=1e-5, atol=1e-6)
+    moved = (fused.tokens.ratios.cumsum(1) - exact.tokens.ratios.cumsum(1)).abs().max()
     assert moved <= 3  # a token's ratio may stand at the edge of a bin
     assert (fused.n_tokens, fused.n_sequences) == (exact.n_tokens, exact.n_sequences)
 

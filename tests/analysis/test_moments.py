@@ -14,8 +14,9 @@ from torch import Tensor
 from analysis.measures.gaussian_null import GaussianFit
 from analysis.sums.batch import Window
 from analysis.sums.layout import Layout, Sums
-from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, RATIO_BINS, Moments
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, N_JACKKNIFE_GROUPS, Moments
 from analysis.sums.tiled import TILE
+from analysis.sums.token_histograms import RATIO_BINS
 from analysis.units.registry import unit_named
 from analysis.weights.geometry import derangements
 from tests.helpers import reference
@@ -61,10 +62,10 @@ def assert_agree(x: Moments, y: Moments, family: Family) -> None:
         a, b = x.tensors()[name], y.tensors()[name]
         scale = b.abs().amax(dim=-1, keepdim=True).clamp(min=1e-300 if b.dtype == torch.float64 else 1e-30)
         torch.testing.assert_close(a / scale, b / scale, rtol=0, atol=exactness, msg=name)
-    for name in ("token_ratios", "token_ratio_blocks"):
-        a, b = getattr(x, name), getattr(y, name)
+    for name in ("tokens.ratios", "tokens.ratio_blocks"):
+        a, b = x.tensors()[name], y.tensors()[name]
         assert int((a.cumsum(-1) - b.cumsum(-1)).abs().max()) <= family.moved
-    torch.testing.assert_close(x.by_energy.sum(1), y.by_energy.sum(1), rtol=10 * family.relative, atol=1e-9)
+    torch.testing.assert_close(x.tokens.by_energy.sum(1), y.tokens.by_energy.sum(1), rtol=10 * family.relative, atol=1e-9)
     assert torch.equal(x.signs, y.signs)
     assert torch.equal(x.blocks, y.blocks)
     torch.testing.assert_close(x.peaks.values, y.peaks.values, rtol=family.relative, atol=0, equal_nan=True)
@@ -185,7 +186,7 @@ def test_consecutive_blocks_share_a_group() -> None:
 def test_counts_of_tokens_and_sequences() -> None:
     moments = random_case("silu", (5, 70, 9), 3).moments
     assert (moments.n_tokens, moments.n_sequences) == (84, 3)
-    assert (moments.token_ratios.sum(dim=1) == 84).all()
+    assert (moments.tokens.ratios.sum(dim=1) == 84).all()
     counts = torch.stack([moments.neuron[f"count_{quadrant}"] for quadrant in reference.QUADRANTS])
     assert (counts.sum(dim=0) == 84).all()
     assert (moments.neuron["weight"] == 84).all()
@@ -273,7 +274,7 @@ class Odd(ClampedUnit):
 
 def exchange_ratios(case: Case) -> Tensor:
     """The histogram of the exchange asymmetry of single tokens."""
-    return case.moments.token_ratios[case.layout.token_measures.index("exchange")]
+    return case.moments.tokens.ratios[case.layout.token_measures.index("exchange")]
 
 
 def test_histogram_holds_ratios_up_to_one() -> None:
@@ -289,7 +290,7 @@ def test_token_without_energy_has_no_ratio() -> None:
     case = random_case("relu", (20,), 2).with_data(lambda a, b: (-a.abs(), -b.abs()))
     moments = case.moments
     assert exchange_ratios(case).sum() == 0
-    assert math.isnan(moments.token_quantile("exchange", 0.5))
+    assert math.isnan(moments.tokens.quantile("exchange", 0.5))
     assert (moments.top_energy, moments.n_tokens) == (0.0, 20)
 
 

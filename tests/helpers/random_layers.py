@@ -13,8 +13,9 @@ from analysis.measures import asymmetry as measures
 from analysis.measures.estimates import Estimates
 from analysis.sums.batch import Window
 from analysis.sums.layout import QUADRANTS, Layout, Sums
-from analysis.sums.moments import N_JACKKNIFE_BLOCKS, RATIO_BINS, Moments
+from analysis.sums.moments import N_JACKKNIFE_BLOCKS, Moments
 from analysis.sums.tiled import TileReducer
+from analysis.sums.token_histograms import RATIO_BINS
 from analysis.units.registry import GatedUnit, Unit, unit_named
 from analysis.weights.geometry import Geometry, PermutedPairs, derangements
 from tests.helpers import reference
@@ -216,7 +217,7 @@ def layer_numbers(moments: Moments, weight: Tensor) -> dict[str, Tensor]:
     numbers["bilinear_share"] = torch.tensor(measures.layer_bilinear_share(moments.neuron, weight))
     numbers["top_token_share"] = moments.top_energy / sums["hh"][0]
     for name in moments.neuron.layout.token_measures:
-        numbers[f"token median of {name}"] = torch.tensor(moments.token_quantile(name, 0.5))
+        numbers[f"token median of {name}"] = torch.tensor(moments.tokens.quantile(name, 0.5))
     return numbers
 
 

@@ -56,10 +56,10 @@ def test_streamed_moments_are_those_of_cached_activations(tiny_llama: Path, llam
     torch.testing.assert_close(found.moments.neuron.values, total.neuron.values, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(found.moments.pooled.values, total.pooled.values, rtol=1e-4, atol=1e-2)
     assert found.moments.n_tokens == total.n_tokens == run.corpus[0]["tokens_counted"]
-    assert found.moments.token_quantile("exchange", 0.5) == pytest.approx(total.token_quantile("exchange", 0.5), abs=1e-3)
+    assert found.moments.tokens.quantile("exchange", 0.5) == pytest.approx(total.tokens.quantile("exchange", 0.5), abs=1e-3)
     assert torch.equal(found.moments.peaks.places, total.peaks.places)
     assert torch.equal(found.moments.top_tokens.places, total.top_tokens.places)
-    torch.testing.assert_close(found.moments.by_energy.sum(1), total.by_energy.sum(1), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found.moments.tokens.by_energy.sum(1), total.tokens.by_energy.sum(1), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 100])
