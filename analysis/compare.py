@@ -32,10 +32,11 @@ from analysis.measures.jackknife import (
     t95,
 )
 from analysis.measures.layer_sums import GAUSSIAN_NULLS
+from analysis.measures.output_numbers import OUTPUT_MEASURES, output_replicates, output_value
 from analysis.run import Layer, Run
 from analysis.weights.experts import same_experts
 
-COMPARED = (*LAYER_MEASURES, "bilinear_share", "gate_positive")
+COMPARED = (*OUTPUT_MEASURES, *LAYER_MEASURES, "bilinear_share", "gate_positive")
 """The measures of a layer that have replicates."""
 
 
@@ -95,9 +96,9 @@ def same_shape(first: Run, second: Run) -> bool:
 
 
 def layer_excess(trained: Layer, random: Layer) -> dict[str, float]:
-    """``…_null_random``, ``…_excess_random`` and its standard error, for each measure that has nulls."""
+    """``…_null_random``, ``…_excess_random`` and its standard error, for the output and each measure that has nulls."""
     row = {}
-    for name in GAUSSIAN_NULLS:
+    for name in (*OUTPUT_MEASURES, *GAUSSIAN_NULLS):
         excess = difference(name, random, trained, paired=True)
         row[f"{name}_null_random"] = value_of(name, random)
         row[f"{name}_excess_random"] = excess.value
@@ -121,6 +122,8 @@ def neuron_excess(trained: Layer, random: Layer) -> dict[str, Tensor]:
 
 def value_of(name: str, layer: Layer) -> float:
     """One of ``COMPARED`` of a layer, without its error."""
+    if name in OUTPUT_MEASURES:
+        return output_value(name, layer.estimates)
     sums, weight = layer.moments.neuron, layer.geometry.value_weight
     if name == "bilinear_share":
         return measures.layer_bilinear_share(sums, weight)
@@ -131,6 +134,8 @@ def value_of(name: str, layer: Layer) -> float:
 
 def _replicates(name: str, layer: Layer) -> Float64[Tensor, " block"]:
     """The number without each jackknife block, or without each group of blocks where it needs every neuron's sums."""
+    if name in OUTPUT_MEASURES:
+        return output_replicates(name, layer.estimates)
     if name == "bilinear_share":
         return bilinear_share_replicates(layer.geometry.value_weight, layer.moments)
     if name == "gate_positive":

@@ -27,12 +27,14 @@ from analysis.errors import UserError
 from analysis.measures.asymmetry import tokens_seen
 from analysis.measures.estimates import Estimates
 from analysis.measures.jackknife import filled_jackknife_blocks
+from analysis.measures.output_ranks import FEWEST_TOKENS
 from analysis.measures.permutation_null import FEWEST_DRAWS
 from analysis.storage.files import MOMENTS_FILE, RUN_FILE, SCHEMA
 from analysis.storage.hashing import sha256_of
 from analysis.storage.staged_writes import staged
 from analysis.sums.layout import MAIN_SCALES, Layout
 from analysis.sums.moments import Moments
+from analysis.sums.output_edits import LIMITS
 from analysis.sums.output_moments import OutputMoments
 from analysis.units.registry import Unit, unit_named
 from analysis.weights.experts import Experts, expert_name, expert_slices, same_experts
@@ -166,7 +168,8 @@ class Run:
             if sha256_of(folder / MOMENTS_FILE) != document["moments_sha256"]:
                 raise UserError(f"{folder / MOMENTS_FILE} is not the file that {RUN_FILE} describes: analyze again")
             _check_document(document)
-            tensors = load_file(folder / MOMENTS_FILE)
+            # copied into aligned memory: what is computed from it then equals the first run's tables bit for bit
+            tensors = {name: tensor.clone() for name, tensor in load_file(folder / MOMENTS_FILE).items()}
             layers = {
                 int(index): _read_layer(tensors, int(index), described, document["settings"])
                 for index, described in document["layers"].items()
@@ -202,7 +205,9 @@ def _add(first: Run, second: Run) -> Run:
     for part, theirs in ((first.model, second.model), (first.settings, second.settings)):
         for key in sorted({*part, *theirs}):
             if part.get(key) != theirs.get(key):
-                raise UserError(f"runs differ in {key} ({part.get(key)} and {theirs.get(key)}): they do not merge")
+                remedy = ": give the same --output-share to every shard" if key == "output_share" else ""
+                both = f"{part.get(key)} and {theirs.get(key)}"
+                raise UserError(f"runs differ in {key} ({both}): they do not merge{remedy}")
     for what, mine, other in (
         ("layers", list(first.layers), list(second.layers)),
         ("skipped layers", list(first.skipped), list(second.skipped)),
@@ -249,7 +254,8 @@ def _reasons(run: Run) -> Iterator[tuple[str, str]]:
         yield "*_se", "a standard error needs counted tokens in at least two jackknife blocks: give more text"
     for column, alpha in MAIN_SCALES.items():
         if alpha not in run.settings["alphas"]:
-            yield column, f"scale {alpha:g} is not among --alphas"
+            yield column, f"scale {alpha:g} is not among --alphas; nor is output_{column}_coherence measured"
+    yield from _reasons_of_outputs(run.layers)
     if run.settings["draws"] < FEWEST_DRAWS:
         yield "*_excess_repaired_se", f"the variance over permutations needs at least {FEWEST_DRAWS} of them: raise --draws"
     if run.settings["draws"] < 2:
@@ -269,6 +275,37 @@ def _reasons(run: Run) -> Iterator[tuple[str, str]]:
     if any(dead.values()):
         silent = ", ".join(f"{count} in layer {index}" for index, count in dead.items() if count)
         yield "neurons without energy", f"h was 0 on every counted token, so ratios are undefined: {silent}"
+
+
+def _reasons_of_outputs(layers: dict[int, Layer]) -> Iterator[tuple[str, str]]:
+    outputs = {index: layer.output for index, layer in layers.items()}
+    if unknown := [index for index, output in outputs.items() if output is None]:
+        yield (
+            "output_*",
+            f"what stands between the MLP and the residual stream could not be verified: {layers_named(unknown)}",
+        )
+    known = {index: output for index, output in outputs.items() if output is not None}
+    if unsampled := [index for index, output in known.items() if not output.n_tokens]:
+        yield "output_*", f"no counted token was sampled, raise --output-share: {layers_named(unsampled)}"
+    if bare := [index for index, output in known.items() if not output.has_norm]:
+        yield "output_*_raw", f"no norm stands behind the MLP, so there is one reading: {layers_named(bare)}"
+    for name in LIMITS:
+        if without := sorted({output.unit.name for output in known.values() if name not in output.edits}):
+            yield f"output_{name}*", f"{', '.join(without)} has no such limit"
+    if few := [index for index, output in known.items() if 0 < output.n_tokens < FEWEST_TOKENS]:
+        yield "output_*_rank, output_antisymmetric_in_top10", f"under {FEWEST_TOKENS} tokens of y: {layers_named(few)}"
+
+
+def layers_named(layers: Sequence[int]) -> str:
+    """Layers in words, as ranges: layers 0-5, 8."""
+    ranges: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if ranges and layer == ranges[-1][-1] + 1:
+            ranges[-1].append(layer)
+        else:
+            ranges.append([layer])
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ranges)
+    return f"layer{'' if listed.isdecimal() else 's'} {listed}"
 
 
 def _listed(experts: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from analysis.measures.output_numbers import OUTPUT_MEASURES
 from analysis.storage.files import (
     AGREEMENT,
     COMPARISON_TABLE,
@@ -29,8 +30,13 @@ EDIT_PATTERN = r"(?P<part>.+)(?<!_se)(?<!_placebo)(?<!_per_asymmetry)"
 """The name of an edit, which never ends like a family."""
 WITH_NULLS = ("exchange", "exchange_balanced", "scaling_half", "scaling_double", "scaling_flip")
 OVER_TOKENS = (*WITH_NULLS, "euler_residual", "placement", "placement_balanced")
+BY_TOKEN = (*OUTPUT_MEASURES, *OVER_TOKENS)
 NEURON_MEDIANS = ("exchange", "exchange_balanced", "bilinear_share")
 POOLED_TABLES = (LAYERS, NEURONS, EXPERTS)
+OUTPUT_READINGS = tuple(
+    f"{name}{reading}" for name in OUTPUT_MEASURES for reading in ("", "_raw", "_centred", "_coherence")
+)
+"""The numbers of the output that have standard errors, beside those of single columns."""
 ASYMMETRY, SHARE, COSINE, NATS, INDEX = "asymmetry, 0 to 1", "share, 0 to 1", "cosine, −1 to 1", "nats per token", "index"
 TOKENS, NEURON_COUNT, FLAG, LENGTH = "tokens", "neurons", "true or false", "norm"
 ACTIVATION, SAME = "activation", f"that of {MEASURE}"
@@ -113,6 +119,76 @@ LAYER_COLUMNS = (
         (LAYERS,),
     ),
 )
+OUTPUT_COLUMNS = (
+    Column(
+        "output_exchange_balanced",
+        "asymmetry of y, the vector that the layer adds to the residual stream, if all its neurons exchange a ↔ b after "
+        "rescaling k to ‖k‖ = ‖q‖ and cos(q, k) ≥ 0",
+        ASYMMETRY,
+        (LAYERS,),
+    ),
+    Column("output_scaling_half", "asymmetry of y if all neurons scale (a, b) → (a/2, 2b)", ASYMMETRY, (LAYERS,)),
+    Column("output_scaling_double", "asymmetry of y if all neurons scale (a, b) → (2a, b/2)", ASYMMETRY, (LAYERS,)),
+    Column("output_scaling_flip", "asymmetry of y if all neurons flip (a, b) → (−a, −b)", ASYMMETRY, (LAYERS,)),
+    Column(
+        "output_scaling_zero",
+        "asymmetry of y in the limit α → 0 of scaling, the bilinear ab/2 for SiLU and GELU; empty if there is no limit",
+        ASYMMETRY,
+        (LAYERS,),
+    ),
+    Column(
+        "output_scaling_infinity",
+        "asymmetry of y in the limit α → ∞ of scaling, relu(a)·b for SiLU and GELU; empty if there is no limit",
+        ASYMMETRY,
+        (LAYERS,),
+    ),
+    Column(
+        "output_exchange",
+        "asymmetry of y if all neurons exchange a ↔ b, with q and k as the checkpoint stores them",
+        ASYMMETRY,
+        (LAYERS,),
+    ),
+    Column("output_tokens", "counted tokens on which y was measured (--output-share)", TOKENS, (LAYERS,)),
+    Column("output_energy", "E‖y‖²", "squared norm", (LAYERS,)),
+    Column("output_mean_share", "‖E y‖² / E‖y‖²: the share of the energy that y's mean over tokens has", SHARE, (LAYERS,)),
+    Column(
+        "output_symmetric_energy",
+        "E‖(y + y′)/2‖² under balanced exchange: the energy of the part that exchange leaves as it is",
+        "squared norm",
+        (LAYERS,),
+    ),
+    Column(
+        "output_antisymmetric_energy",
+        "E‖(y − y′)/2‖² under balanced exchange: the energy of the part whose sign exchange flips",
+        "squared norm",
+        (LAYERS,),
+    ),
+    Column(
+        "output_symmetric_rank",
+        "effective rank (participation ratio) of the covariance of (y + y′)/2, from a sample of tokens",
+        "directions",
+        (LAYERS,),
+    ),
+    Column("output_antisymmetric_rank", "the same of (y − y′)/2", "directions", (LAYERS,)),
+    Column(
+        "output_antisymmetric_in_top10",
+        "share of the variance of (y − y′)/2 inside the ten directions in which y varies most, found on other tokens",
+        SHARE,
+        (LAYERS,),
+    ),
+    Column(
+        "output_effective_tokens",
+        "(Σe)² / Σe² over the energies e = ‖y‖² of the tokens: how many hold the energy of y",
+        TOKENS,
+        (LAYERS,),
+    ),
+    Column(
+        "output_few_tokens",
+        "whether that is under 1 % of output_tokens, or leaving out 0.1 % of them changes an asymmetry of y by over 10 %",
+        FLAG,
+        (LAYERS,),
+    ),
+)
 MEASURE_COLUMNS = (
     Column("exchange", "asymmetry of h under a ↔ b, with q and k as the checkpoint stores them", ASYMMETRY, POOLED_TABLES),
     Column(
@@ -144,7 +220,30 @@ FAMILIES = (
         "standard error of MEASURE, by a jackknife over blocks of sequences",
         SAME,
         (LAYERS,),
-        (*OVER_TOKENS, "exchange_relative_change", "bilinear_share", "gate_positive"),
+        (
+            *OUTPUT_READINGS,
+            *("output_mean_share", "output_symmetric_rank", "output_antisymmetric_rank", "output_antisymmetric_in_top10"),
+            *OVER_TOKENS,
+            *("exchange_relative_change", "bilinear_share", "gate_positive"),
+        ),
+    ),
+    Column(
+        "MEASURE_relative_change", "√(E‖y′ − y‖² / E‖y‖²), the change behind MEASURE", "ratio", (LAYERS,), OUTPUT_MEASURES
+    ),
+    Column(
+        "MEASURE_raw",
+        "MEASURE before the norm behind the MLP; empty if there is no such norm",
+        SAME,
+        (LAYERS,),
+        OUTPUT_MEASURES,
+    ),
+    Column("MEASURE_centred", "MEASURE of y and y′ each without its mean over tokens", SAME, (LAYERS,), OUTPUT_MEASURES),
+    Column(
+        "MEASURE_coherence",
+        "MEASURE over the same measure pooled over neurons: below 1 their changes cancel in y, above 1 they add up",
+        "ratio",
+        (LAYERS,),
+        OUTPUT_MEASURES,
     ),
     Column(
         "MEASURE_se",
@@ -153,16 +252,34 @@ FAMILIES = (
         (NEURONS, EXPERTS),
         (*WITH_NULLS, "bilinear_share"),
     ),
-    Column("MEASURE_token_q1", "lower quartile over tokens of each token's own MEASURE", SAME, (LAYERS,), OVER_TOKENS),
-    Column("MEASURE_token_median", "median over tokens of each token's own MEASURE", SAME, (LAYERS,), OVER_TOKENS),
-    Column("MEASURE_token_median_se", "standard error of that median", SAME, (LAYERS,), OVER_TOKENS),
-    Column("MEASURE_token_q3", "upper quartile over tokens of each token's own MEASURE", SAME, (LAYERS,), OVER_TOKENS),
+    Column(
+        "MEASURE_token_q1",
+        "lower quartile over tokens of each token's own MEASURE",
+        SAME,
+        (LAYERS,),
+        BY_TOKEN,
+    ),
+    Column(
+        "MEASURE_token_median",
+        "median over tokens of each token's own MEASURE",
+        SAME,
+        (LAYERS,),
+        BY_TOKEN,
+    ),
+    Column("MEASURE_token_median_se", "standard error of that median", SAME, (LAYERS,), BY_TOKEN),
+    Column(
+        "MEASURE_token_q3",
+        "upper quartile over tokens of each token's own MEASURE",
+        SAME,
+        (LAYERS,),
+        BY_TOKEN,
+    ),
     Column(
         "MEASURE_trimmed",
         "MEASURE without the 0.1 % of tokens with the largest energy (rounded up to whole tokens)",
         SAME,
         (LAYERS,),
-        OVER_TOKENS,
+        BY_TOKEN,
     ),
     Column("MEASURE_neuron_median", "median over neurons of each neuron's own MEASURE", SAME, (LAYERS,), NEURON_MEDIANS),
     Column("MEASURE_neuron_median_se", "standard error of that median", SAME, (LAYERS,), NEURON_MEDIANS),
@@ -195,6 +312,15 @@ FAMILIES = (
             Column(f"MEASURE_excess_{null}_se", "standard error of that difference", SAME, (LAYERS, NEURONS), WITH_NULLS),
         )
     ),
+    Column(
+        "MEASURE_null_random",
+        "MEASURE of the same layer with random weights (only with --null random-init)",
+        SAME,
+        (LAYERS,),
+        OUTPUT_MEASURES,
+    ),
+    Column("MEASURE_excess_random", "MEASURE minus that null", SAME, (LAYERS,), OUTPUT_MEASURES),
+    Column("MEASURE_excess_random_se", "standard error of that difference", SAME, (LAYERS,), OUTPUT_MEASURES),
     Column(
         "MEASURE_repaired_p",
         "p-value of the neuron's MEASURE among its permutation draws",
@@ -384,6 +510,7 @@ COMPARISON_COLUMNS = (
 )
 COLUMNS = (
     *IDENTIFIERS,
+    *OUTPUT_COLUMNS,
     *MEASURE_COLUMNS,
     *LAYER_COLUMNS,
     *EXPERT_COLUMNS,

@@ -42,8 +42,8 @@ Sliced = Callable[[Float64[Tensor, "*row block"]], Float64[Tensor, "*row replica
 
 
 def output_numbers(layer: LayerSums) -> dict[str, float]:
-    """The columns of a layer about its output; all NaN if what stands behind its MLP is not known."""
-    output = layer.output
+    """The columns of a layer about its output; all NaN if what stands behind its MLP is not known, or without tokens."""
+    output = _measured(layer)
     numbers: dict[str, float] = {"output_tokens": 0 if output is None else output.n_tokens}
     for edit in OUTPUT_EDITS:
         numbers |= _of_edit(layer, edit)
@@ -55,7 +55,7 @@ def output_numbers(layer: LayerSums) -> dict[str, float]:
         gap, n = float(_gap(output, BALANCED, "written").sum()), output.n_tokens
         numbers |= {
             "output_energy": float(_energy(output, MODEL, "written").sum()) / n,
-            **_with_error("output_mean_share", lambda slices: _mean_share(output, slices), output),
+            **_with_error("output_mean_share", lambda slices: _mean_share(output, slices), layer),
             "output_symmetric_energy": (sum(energies) / 2 - gap / 4) / n,
             "output_antisymmetric_energy": gap / 4 / n,
             "output_effective_tokens": output.tokens.effective,
@@ -66,18 +66,18 @@ def output_numbers(layer: LayerSums) -> dict[str, float]:
 
 def output_value(name: str, layer: LayerSums) -> float:
     """One of ``OUTPUT_MEASURES``; NaN if it was not measured."""
-    edit = name.removeprefix("output_")
-    if layer.output is None or edit not in layer.output.edits:
+    output, edit = _measured(layer), name.removeprefix("output_")
+    if output is None or edit not in output.edits:
         return math.nan
-    return float(_asymmetry(layer.output, edit, "written", _whole)[0])
+    return float(_asymmetry(output, edit, "written", _whole)[0])
 
 
 def output_replicates(name: str, layer: LayerSums) -> Replicates:
     """One of ``OUTPUT_MEASURES`` without each of the filled jackknife blocks; NaN if it was not measured."""
-    edit = name.removeprefix("output_")
-    if layer.output is None or edit not in layer.output.edits:
+    output, edit = _measured(layer), name.removeprefix("output_")
+    if output is None or edit not in output.edits:
         return torch.full((int((layer.moments.blocks > 0).sum()),), torch.nan, dtype=torch.float64)
-    return _asymmetry(layer.output, edit, "written", _without_each(layer.output))
+    return _asymmetry(output, edit, "written", _without_each(layer))
 
 
 def output_depends_on_few_tokens(output: OutputMoments) -> bool:
@@ -90,39 +90,36 @@ def output_depends_on_few_tokens(output: OutputMoments) -> bool:
 
 def _of_edit(layer: LayerSums, edit: str) -> dict[str, float]:
     """Every column of one edit; NaN if it does not exist for the unit."""
-    output, name = layer.output, f"output_{edit}"
+    output, name = _measured(layer), f"output_{edit}"
     if output is None or edit not in output.edits:
         return {f"{name}{part}": math.nan for part in _PARTS}
-    found = _with_error(name, lambda slices: _asymmetry(output, edit, "written", slices), output)
+    found = _with_error(name, lambda slices: _asymmetry(output, edit, "written", slices), layer)
     before = _energy(output, reference_of(layer.unit, edit), "written").sum()
     found[f"{name}_relative_change"] = math.sqrt(float(_gap(output, edit, "written").sum() / before))
     found |= {f"{name}_raw": math.nan, f"{name}_raw_se": math.nan}
     if output.has_norm:
-        found |= _with_error(f"{name}_raw", lambda slices: _asymmetry(output, edit, "raw", slices), output)
-    found |= _with_error(f"{name}_centred", lambda slices: _centred(output, edit, slices), output)
+        found |= _with_error(f"{name}_raw", lambda slices: _asymmetry(output, edit, "raw", slices), layer)
+    found |= _with_error(f"{name}_centred", lambda slices: _centred(output, edit, slices), layer)
     found |= _coherence(layer, output, edit)
     return found | {
         f"{name}_token_q1": output.tokens.quantile(edit, 0.25),
         f"{name}_token_median": output.tokens.quantile(edit, 0.5),
-        f"{name}_token_median_se": quantile_error(edit, 0.5, output.tokens, output.blocks),
+        f"{name}_token_median_se": quantile_error(edit, 0.5, output.tokens, layer.moments.blocks),
         f"{name}_token_q3": output.tokens.quantile(edit, 0.75),
         f"{name}_trimmed": output.tokens.without_top(edit, TRIMMED),
     }
 
 
 def _coherence(layer: LayerSums, output: OutputMoments, edit: str) -> dict[str, float]:
-    """Output over neurons, with the error of that ratio where both have the same blocks, else NaN."""
-    measure = _neuron_measure(layer, edit)
-    name, missing = f"output_{edit}_coherence", {}
-    of_neurons = float(measure(layer.pooled)) if measure is not None else math.nan
-    value = float(_asymmetry(output, edit, "written", _whole)[0])
+    """Output over neurons, with the error of that ratio; NaN where the neurons' number is 0 or was not measured."""
+    measure, name = _neuron_measure(layer, edit), f"output_{edit}_coherence"
+    of_neurons = math.nan if measure is None else float(measure(layer.pooled))
     if measure is None or of_neurons == 0:
         return {name: math.nan, f"{name}_se": math.nan}
-    if not torch.equal(layer.moments.blocks > 0, output.blocks > 0):
-        missing = {f"{name}_se": math.nan}
-    replicates = _asymmetry(output, edit, "written", _without_each(output))
-    error = missing or {f"{name}_se": float(jackknife(replicates / pooled_replicates(measure, layer.moments)))}
-    return {name: value / of_neurons} | error
+    value = float(_asymmetry(output, edit, "written", _whole)[0])
+    replicates = _asymmetry(output, edit, "written", _without_each(layer))
+    error = jackknife(replicates / pooled_replicates(measure, layer.moments))
+    return {name: value / of_neurons, f"{name}_se": float(error)}
 
 
 def _neuron_measure(layer: LayerSums, edit: str) -> measures.Measure | None:
@@ -144,11 +141,14 @@ def _scaling_at(row: int) -> measures.Measure:
     return measure
 
 
-def _with_error(
-    name: str, value: Callable[[Sliced], Float64[Tensor, " replicate"]], output: OutputMoments
-) -> dict[str, float]:
+def _with_error(name: str, value: Callable[[Sliced], Float64[Tensor, " replicate"]], layer: LayerSums) -> dict[str, float]:
     """A number and its standard error by jackknife."""
-    return {name: float(value(_whole)[0]), f"{name}_se": float(jackknife(value(_without_each(output))))}
+    return {name: float(value(_whole)[0]), f"{name}_se": float(jackknife(value(_without_each(layer))))}
+
+
+def _measured(layer: LayerSums) -> OutputMoments | None:
+    """The sums of the output, if there are any."""
+    return layer.output if layer.output is not None and layer.output.n_tokens else None
 
 
 def _whole(sums: Float64[Tensor, "*row block"]) -> Float64[Tensor, "*row 1"]:
@@ -156,9 +156,9 @@ def _whole(sums: Float64[Tensor, "*row block"]) -> Float64[Tensor, "*row 1"]:
     return sums.sum(dim=-1, keepdim=True)
 
 
-def _without_each(output: OutputMoments) -> Sliced:
-    """What sums over all blocks but one, for each block that holds tokens."""
-    filled = output.blocks > 0
+def _without_each(layer: LayerSums) -> Sliced:
+    """What sums over all blocks but one, for each block in which the layer has tokens, sampled or not."""
+    filled = layer.moments.blocks > 0
 
     def slices(sums: Float64[Tensor, "*row block"]) -> Float64[Tensor, "*row replicate"]:
         return sums[..., filled].sum(dim=-1, keepdim=True) - sums[..., filled]

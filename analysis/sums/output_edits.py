@@ -10,7 +10,6 @@ scaling_infinity    the limit α → ∞, where it exists: relu(a)·b for SiLU a
 import math
 from collections.abc import Iterator
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -54,16 +53,3 @@ def versions(unit: Unit, a: Rows, b: Rows, balance: Float[Tensor, " d_mlp"]) -> 
     for name, alpha in (MAIN_SCALES | LIMITS).items():
         if name in MAIN_SCALES or alpha in unit.limits:
             yield name, unit.scaled(a, b, alpha)
-
-
-def neuron_changes(unit: Unit, a: Rows, b: Rows, balance: Float[Tensor, " d_mlp"], edit: str) -> tuple[Rows, Rows]:
-    """h before and after one edit; ValueError if it does not exist for the unit."""
-    found = dict(versions(unit, a, b, balance))
-    if edit not in found or edit in (MODEL, RESCALED):
-        raise ValueError(f"{edit} is not an edit of {unit.name}: {', '.join(edits_of(unit))}")
-    return found[reference_of(unit, edit)], found[edit]
-
-
-def stacked(unit: Unit, a: Rows, b: Rows, balance: Float[Tensor, " d_mlp"]) -> Float[Tensor, "version token d_mlp"]:
-    """Every version of h at once."""
-    return torch.stack([h for _, h in versions(unit, a, b, balance)])

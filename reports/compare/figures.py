@@ -12,10 +12,12 @@ from matplotlib.typing import ColorType
 
 from reports.compare.tables import Comparison
 from reports.html.render import visible
-from reports.run.figures import MAIN_MEASURES
+from reports.run.figures import MAIN_MEASURES, OUTPUT_MEASURES
 
 Draw = Callable[[pd.DataFrame, Axes, ColorType, str], Axes]
 PALETTE = sns.color_palette("colorblind")
+SHOWN_MEASURES = OUTPUT_MEASURES | MAIN_MEASURES
+"""What the layers write, then their neurons, each with its title."""
 MARKERS = "os^DvPX<>*"
 """Each run also has its own marker, so that the runs can be told apart without colour."""
 
@@ -57,9 +59,10 @@ def by_difference(table: pd.DataFrame, ax: Axes, color: ColorType, marker: str) 
 
 def _panels(table: pd.DataFrame, labels: list[str], shown: list[str], draw: Draw) -> Figure:
     """One panel per measure with all runs; colours and markers follow the order of all labels."""
-    figure = Figure(figsize=(10, 11), layout="constrained")
-    axes = figure.subplots(4, 2).ravel()
-    for ax, (measure, title) in zip(axes, MAIN_MEASURES.items(), strict=True):
+    rows_of_panels = len(SHOWN_MEASURES) // 2
+    figure = Figure(figsize=(10, 2.75 * rows_of_panels), layout="constrained")
+    axes = figure.subplots(rows_of_panels, 2).ravel()
+    for ax, (measure, title) in zip(axes, SHOWN_MEASURES.items(), strict=True):
         for label in shown:
             place = labels.index(label)
             rows = table[(table["run"] == label) & (table["measure"] == measure)]

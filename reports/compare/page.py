@@ -8,18 +8,18 @@ from rich.console import Console
 
 from analysis.storage.files import COMPARISON_PAGE, COMPARISON_TABLE
 from analysis.storage.staged_writes import staged
-from reports.compare.figures import draw_comparison
+from reports.compare.figures import SHOWN_MEASURES, draw_comparison
 from reports.compare.tables import VERDICT_MEASURES, Comparison, by_third, difference_numbers, verdict, warnings
 from reports.html.render import render
 from reports.run.definitions import DEFINITIONS, LIMITS, NOTATION
 from reports.run.document import files_of, records, to_json
-from reports.run.figures import DPI, MAIN_MEASURES, save_figures
+from reports.run.figures import DPI, save_figures
 from reports.run.page import provenance, shown_figures
 
 CAPTIONS = {
     "depth": (
         "By relative depth",
-        "Every layer of every run, pooled over neurons, with its 95 % interval.",
+        "Every layer of every run, what it writes first and then the mean of its neurons, with 95 % intervals.",
     ),
     "difference": (
         "Differences from the first run",
@@ -39,7 +39,7 @@ def write_comparison(comparison: Comparison, directory: Path, force: bool = Fals
 
 def comparison_html(comparison: Comparison, figures: dict[str, Figure]) -> str:
     """The page of a comparison, which needs no network."""
-    tables = [(measure, title, _rows(comparison, measure)) for measure, title in MAIN_MEASURES.items()]
+    tables = [(measure, title, _rows(comparison, measure)) for measure, title in SHOWN_MEASURES.items()]
     thirds = by_third(comparison).loc[list(VERDICT_MEASURES)].reset_index()
     return render(
         "compare.html",

@@ -18,9 +18,11 @@ from analysis.measures.jackknife import FEW_JACKKNIFE_BLOCKS, filled_jackknife_b
 from analysis.run import Run
 
 VERDICT_MEASURES = {
-    "exchange_balanced": "balanced exchange asymmetry",
-    "scaling_double": "scaling asymmetry at α = 2",
-    "scaling_flip": "asymmetry under the sign flip",
+    "output_exchange_balanced": "what a layer writes, balanced exchange",
+    "output_scaling_double": "what a layer writes, scaling at α = 2",
+    "output_scaling_flip": "what a layer writes, sign flip",
+    "output_exchange": "what a layer writes, exchange as stored",
+    "exchange_balanced": "neurons' mean, balanced exchange",
     "bilinear_share": "bilinear share",
 }
 """The measures of the verdict, in words."""

@@ -25,18 +25,38 @@ NOTATION = (
     "x is the input of the MLP after its norm; neuron j has the query q (gate row), the key k (up row) and the value v "
     "(down column); a = ⟨q, x⟩, b = ⟨k, x⟩, plus any biases; σ is the gate activation, h = g(a, b) the "
     "unit, which is σ(a)·b unless the acceptance checks state otherwise, w = ‖v‖² the weight of a neuron. Σ runs over "
-    "counted tokens; for a layer also over neurons, weighted by w, as one ratio of sums rather than a mean of ratios."
+    "counted tokens; for a layer also over neurons, weighted by w, as one ratio of sums rather than a mean of ratios. y is "
+    "the vector that the layer adds to the residual stream, Σⱼ hⱼ vⱼ after whatever stands behind it, such as a norm; y′ "
+    "is the same with all its neurons edited."
 )
 ASYMMETRY = Definition(
     "asymmetry between f and f′",
     "A(f, f′) = Σ(f − f′)² / 2(Σf² + Σf′²)",
     "0: nothing changes. 0.5: the two versions are orthogonal, E[f·f′] = 0, the most that one SiLU, GELU or ReLU neuron "
-    "can reach. 1: the sign is reversed.",
+    "can reach; a layer's output may exceed it. 1: the sign is reversed. The root-mean-square change is about 2√A.",
 )
 DEFINITIONS = (
     ASYMMETRY,
     Definition(
-        "exchange",
+        "output_…",
+        "A(y, y′), a ratio of sums over tokens",
+        "The asymmetry of what the layer writes, if all its neurons are edited at once; what a norm behind the MLP does to "
+        "y′ is computed, not linearized. …_raw is before that norm, …_centred without each version's mean over tokens.",
+    ),
+    Definition(
+        "output_…_coherence",
+        "A(y, y′) over the same measure pooled over neurons",
+        "The pooled number treats neurons as if they wrote in orthogonal directions: 1. Below 1 their changes cancel in y, "
+        "above 1 they add up.",
+    ),
+    Definition(
+        "output_symmetric_…, output_antisymmetric_…",
+        "of (y + y′)/2 and (y − y′)/2 under balanced exchange; rank = (tr C)² / tr C² of the covariance C",
+        "The ranks and the overlap with the ten directions in which y varies most come from a sample of tokens; pairs of "
+        "tokens of one block are left out, and directions are judged on tokens on which they were not found.",
+    ),
+    Definition(
+        "exchange (also in output_exchange)",
         "A(g(a, b), g(b, a))",
         "Gate and up pre-activations are swapped. It depends on the norm and sign of k, to which the model is blind.",
     ),
@@ -160,10 +180,16 @@ NEURON_COLUMNS = meanings(
 LAYER_COLUMNS = meanings(
     LAYERS,
     (
-        "exchange exchange_balanced exchange_balanced_token_median exchange_balanced_null_gaussian "
-        "exchange_balanced_null_repaired exchange_balanced_null_random n_exchange_balanced_differs scaling_half "
-        "scaling_double scaling_flip euler_residual bilinear_share placement gate_positive top_token_share "
-        "effective_tokens effective_neurons cos_qk_abs_mean score_max_ratio interaction_antisymmetry"
+        "output_exchange_balanced output_exchange_balanced_token_median output_exchange_balanced_null_random "
+        "output_exchange_balanced_centred output_exchange_balanced_raw output_scaling_half "
+        "output_scaling_double output_scaling_flip output_scaling_zero output_scaling_infinity "
+        "output_exchange exchange_balanced output_exchange_balanced_coherence output_scaling_double_coherence "
+        "output_mean_share output_symmetric_rank output_antisymmetric_rank output_antisymmetric_in_top10 "
+        "exchange exchange_balanced_token_median exchange_balanced_null_gaussian "
+        "exchange_balanced_null_repaired exchange_balanced_null_random n_exchange_balanced_differs "
+        "scaling_half scaling_double scaling_flip euler_residual bilinear_share placement gate_positive "
+        "top_token_share effective_tokens effective_neurons cos_qk_abs_mean score_max_ratio "
+        "interaction_antisymmetry"
     ).split(),
 )
 """The columns of layers.csv on the page."""

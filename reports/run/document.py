@@ -17,7 +17,11 @@ from reports.run.verdict import against_chance, remarks, verdict
 from reports.tables import Tables
 
 FILES = (RUN_FILE, LAYERS, NEURONS, CURVES, EXTREMES, REPORT)
-VERDICT_MEASURES = ("exchange", "exchange_balanced", "scaling_double", "scaling_flip", "bilinear_share")
+VERDICT_MEASURES = (
+    *("output_exchange_balanced", "output_scaling_double", "output_scaling_flip", "output_exchange"),
+    *("exchange_balanced", "output_exchange_balanced_coherence"),
+    *("exchange", "scaling_double", "scaling_flip", "bilinear_share"),
+)
 
 
 def summary_json(run: Run, tables: Tables, directory: Path) -> str:

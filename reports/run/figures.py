@@ -3,7 +3,7 @@
 They are drawn on Figure objects without pyplot, so they need no display and leave no global state.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.typing import ColorType
 
 from analysis.measures.jackknife import t95
 from analysis.storage.files import FIGURES
@@ -21,7 +22,7 @@ from reports.tables import Tables
 
 DPI = 200
 PALETTE = sns.color_palette("colorblind")
-POOLED, TOKENS, GAUSSIAN, REPAIRED, RANDOM = (PALETTE[i] for i in (0, 1, 7, 4, 2))
+POOLED, TOKENS, GAUSSIAN, REPAIRED, RANDOM, WRITTEN = (PALETTE[i] for i in (0, 1, 7, 4, 2, 3))
 
 
 MAIN_MEASURES = {
@@ -35,9 +36,21 @@ MAIN_MEASURES = {
     "gate_positive": "Share of open gates",
 }
 """The panels of the figure of measures, with their titles."""
+OUTPUT_MEASURES = {
+    "output_exchange_balanced": "Balanced exchange of what a layer writes",
+    "output_scaling_double": "Scaling of what it writes, α = 2",
+    "output_scaling_flip": "Sign flip of what it writes, α = −1",
+    "output_exchange": "Exchange of what it writes, as stored",
+}
+"""The measures of the output that lead every summary, with their titles."""
 EXCHANGES = {
-    "exchange": "Exchange asymmetry, as stored",
-    "exchange_balanced": "Exchange asymmetry, k rescaled to the norm of q",
+    "exchange": "Exchange asymmetry of the neurons, as stored",
+    "exchange_balanced": "Exchange asymmetry of the neurons, k rescaled to the norm of q",
+}
+COHERENCES = {
+    "output_exchange_balanced_coherence": "balanced exchange",
+    "output_scaling_double_coherence": "scaling, α = 2",
+    "output_scaling_flip_coherence": "sign flip",
 }
 NULLS = {
     "null_gaussian": ("null: Gaussian (a, b)", GAUSSIAN, "--"),
@@ -49,6 +62,65 @@ NULLS = {
 def interval(layers: pd.DataFrame, column: str) -> pd.Series:
     """Half the width of the 95 % interval of a column: Student's t with one degree of freedom less than blocks."""
     return layers[f"{column}_se"] * layers["n_blocks"].map(t95)
+
+
+def output_by_layer(layers: pd.DataFrame, ax: Axes, edit: str = "exchange_balanced") -> Axes:
+    """One edit of all neurons of a layer: the asymmetry of what it writes, and beside it the neurons' mean."""
+    column = f"output_{edit}"
+    _over_tokens(layers, ax, column)
+    ax.plot(layers["layer"], layers[edit], color=POOLED, linestyle="--", label="neurons' mean")
+    if f"{column}_null_random" in layers:
+        label, color, style = NULLS["null_random"]
+        ax.plot(layers["layer"], layers[f"{column}_null_random"], color=color, linestyle=style, label=label)
+    _pooled(layers, ax, column, WRITTEN, "what the layer writes, 95 % interval")
+    if edit == "exchange_balanced":
+        ax.plot(
+            layers["layer"], layers["output_exchange"], color="0.45", marker=".", linestyle=":",
+            label="what it writes, k as stored",
+        )  # fmt: skip
+    ax.set(title=OUTPUT_MEASURES[column], ylabel="asymmetry", ylim=(0, None))
+    return _by_layer(ax)
+
+
+def coherence_by_layer(layers: pd.DataFrame, ax: Axes) -> Axes:
+    """Asymmetry of what is written over the neurons' mean, with 95 % intervals, for exchange and both scalings."""
+    ax.axhline(1, color="0.4", linewidth=0.8)
+    for (column, label), color, marker in zip(COHERENCES.items(), PALETTE[:3], "os^", strict=True):
+        known = layers[layers[column].notna()]
+        ax.errorbar(
+            known["layer"], known[column], yerr=interval(known, column), color=color, marker=marker, markersize=3,
+            capsize=2, label=label,
+        )  # fmt: skip
+    ax.set(title="Coherence: written over neurons' mean", ylabel="ratio", yscale="log")
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    ax.yaxis.set_minor_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}" if f"{ratio:e}"[0] in "25" else ""))
+    ax.legend(fontsize=8, frameon=False)
+    return _by_layer(ax)
+
+
+def parts_by_layer(layers: pd.DataFrame, axes: Sequence[Axes]) -> None:
+    """The symmetric and the antisymmetric part of what is written, in four panels.
+
+    Args:
+        layers: the table of layers.
+        axes: energy, effective rank, share of the antisymmetric part in the top directions, share of the mean.
+    """
+    energy, rank, inside, mean = axes
+    for part, color, marker in (("symmetric", POOLED, "o"), ("antisymmetric", WRITTEN, "s")):
+        energy.plot(
+            layers["layer"], layers[f"output_{part}_energy"], color=color, marker=marker, markersize=4, label=f"{part} part"
+        )
+        _pooled(layers, rank, f"output_{part}_rank", color, f"{part} part", marker)
+    _pooled(layers, inside, "output_antisymmetric_in_top10", WRITTEN, "antisymmetric part", "s")
+    _pooled(layers, mean, "output_mean_share", PALETTE[7], "y", "D")
+    energy.set(title="Energy under balanced exchange", ylabel="mean squared norm", yscale="log")
+    rank.set(title="Effective rank", ylabel="directions", yscale="log")
+    inside.set(title="Variance of the antisymmetric part in the\nten directions in which y varies most", ylim=(0, 1))
+    mean.set(title="Share of y's energy that is its mean over tokens", ylim=(0, 1))
+    for ax in (inside, mean):
+        ax.set(ylabel="share")
+    for ax in axes:
+        _by_layer(ax)
 
 
 def exchange_by_layer(layers: pd.DataFrame, ax: Axes, column: str = "exchange") -> Axes:
@@ -64,16 +136,11 @@ def measure_by_layer(layers: pd.DataFrame, ax: Axes, column: str, title: str = "
     """One measure, pooled, with its 95 % interval, and with its nulls and quartiles over tokens if it has them."""
     x = layers["layer"]
     if f"{column}_token_q1" in layers:
-        low, high = layers[f"{column}_token_q1"], layers[f"{column}_token_q3"]
-        ax.fill_between(x, low, high, color=TOKENS, alpha=0.2, linewidth=0, label="quartiles over tokens")
-        ax.plot(x, layers[f"{column}_token_median"], color=TOKENS, marker="s", markersize=3, label="median over tokens")
+        _over_tokens(layers, ax, column)
     for suffix, (label, color, style) in NULLS.items():
         if f"{column}_{suffix}" in layers:
             ax.plot(x, layers[f"{column}_{suffix}"], color=color, linestyle=style, label=label)
-    ax.errorbar(
-        x, layers[column], yerr=interval(layers, column), color=POOLED, marker="o", markersize=4, capsize=2,
-        label="pooled, 95 % interval",
-    )  # fmt: skip
+    _pooled(layers, ax, column, POOLED, "pooled, 95 % interval")
     if layers.get("few_tokens", pd.Series(False)).any() and f"{column}_trimmed" in layers:
         flagged = layers[layers["few_tokens"]]
         ax.plot(
@@ -82,6 +149,21 @@ def measure_by_layer(layers: pd.DataFrame, ax: Axes, column: str, title: str = "
         )  # fmt: skip
     ax.set(title=title, ylim=(0, None))
     return _by_layer(ax)
+
+
+def _over_tokens(layers: pd.DataFrame, ax: Axes, column: str) -> None:
+    """Median and quartiles over tokens of each token's own number."""
+    x, low, high = layers["layer"], layers[f"{column}_token_q1"], layers[f"{column}_token_q3"]
+    ax.fill_between(x, low, high, color=TOKENS, alpha=0.2, linewidth=0, label="quartiles over tokens")
+    ax.plot(x, layers[f"{column}_token_median"], color=TOKENS, marker="s", markersize=3, label="median over tokens")
+
+
+def _pooled(layers: pd.DataFrame, ax: Axes, column: str, color: ColorType, label: str, marker: str = "o") -> None:
+    """A column with its 95 % interval."""
+    reach = interval(layers, column)
+    ax.errorbar(
+        layers["layer"], layers[column], yerr=reach, color=color, marker=marker, markersize=4, capsize=2, label=label
+    )
 
 
 def scaling_heatmap(curves: pd.DataFrame, ax: Axes) -> Axes:
@@ -154,6 +236,7 @@ def draw_all(tables: Tables) -> dict[str, Figure]:
     """Every figure of a run's directory, by file name without extension."""
     with sns.axes_style("whitegrid"), sns.plotting_context("paper"):
         figures = {
+            **_outputs(tables.layers),
             "exchange": _exchange(tables.layers),
             "measures": _measures(tables.layers),
             "scaling": _single(lambda ax: scaling_heatmap(tables.curves, ax), height=1.6 + 0.16 * len(tables.layers)),
@@ -175,6 +258,21 @@ def _single(draw: Callable[[Axes], Axes], height: float = 4.0) -> Figure:
     figure = Figure(figsize=(7.5, height), layout="constrained")
     draw(figure.add_subplot())
     return figure
+
+
+def _outputs(layers: pd.DataFrame) -> dict[str, Figure]:
+    """The two figures of what the layers write; none if it was measured in no layer."""
+    if layers["output_exchange_balanced"].isna().all():
+        return {}
+    output, parts = (Figure(figsize=(10, 7.5), layout="constrained") for _ in range(2))
+    exchange, double, flip, coherence = output.subplots(2, 2).ravel()
+    output_by_layer(layers, exchange)
+    output_by_layer(layers, double, "scaling_double")
+    output_by_layer(layers, flip, "scaling_flip")
+    coherence_by_layer(layers, coherence)
+    axes = parts.subplots(2, 2).ravel()
+    parts_by_layer(layers, axes)
+    return {"output": _with_legend(output, exchange), "output_parts": _with_legend(parts, axes[0])}
 
 
 def _exchange(layers: pd.DataFrame) -> Figure:

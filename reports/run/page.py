@@ -37,9 +37,24 @@ EXPERTS_SHOWN = 1024
 """Experts on the page; if there are more, the page says so."""
 CAUSAL_PREFIXES = ("kl_", "dce_")
 CAPTIONS = {
+    "output": (
+        "What the layers write",
+        (
+            "Asymmetry of the vector that each layer adds to the residual stream if all its neurons are edited; the mean "
+            "of its neurons one by one; and the coherence, the first over the second: below 1 where changes cancel, above "
+            "1 where they add up."
+        ),
+    ),
+    "output_parts": (
+        "Symmetric and antisymmetric part of what the layers write",
+        (
+            "(y + y′)/2 and (y − y′)/2 under balanced exchange: energy, effective rank, overlap with the directions in "
+            "which y varies most, and the share of y's mean; 95 % intervals."
+        ),
+    ),
     "exchange": (
-        "Exchange of gate and up",
-        "By layer, with 95 % intervals, quartiles over tokens, and the nulls; top: as stored, bottom: balanced.",
+        "Exchange of gate and up, neurons one by one",
+        "Pooled over neurons, with 95 % intervals, quartiles over tokens, and the nulls; top: as stored, bottom: balanced.",
     ),
     "causal_cost": (
         "What the edits cost the model",
@@ -62,8 +77,8 @@ CAPTIONS = {
         "Asymmetry of every layer under (a, b) → (αa, b/α). The colour scale is nonlinear, so small values stay visible.",
     ),
     "measures": (
-        "The other measures",
-        "Pooled, with 95 % intervals, and medians over tokens and nulls if the measure has them. The last two are shares.",
+        "The other measures, neurons one by one",
+        "With 95 % intervals, and medians over tokens and nulls if the measure has them. The last two are shares.",
     ),
     "experts": (
         "Experts",
@@ -108,7 +123,7 @@ def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: 
         figures=list(shown_figures(figures, CAPTIONS)),
         layer_columns=_present(layer_columns, layers),
         layers=_rows(layers, _present(layer_columns, layers)),
-        few_tokens=set(layers.loc[layers["few_tokens"], "layer"]),
+        few_tokens=set(layers.loc[layers["few_tokens"] | layers["output_few_tokens"], "layer"]),
         experts=[] if tables.experts is None else _experts(tables.experts),
         n_experts=0 if tables.experts is None else len(tables.experts),
         expert_columns=EXPERT_COLUMNS,

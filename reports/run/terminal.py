@@ -12,18 +12,22 @@ from reports.run.verdict import outliers, remarks, verdict
 from reports.tables import Tables
 
 COLUMNS = {
-    "exchange": "exch.",
-    "exchange_balanced": "bal-\nanced",
-    "exchange_balanced_se": "±",
-    "exchange_balanced_token_median": "token\nmedian",
+    "output_exchange_balanced": "bal-\nanced",
+    "output_exchange_balanced_se": "\nSE",
+    "output_scaling_double": "scale\nα = 2",
+    "output_scaling_flip": "flip\nα = −1",
+    "output_exchange": "as\nstored",
+    "exchange_balanced": "neurons'\nmean",
+    "output_exchange_balanced_coherence": "coher-\nence",
     "exchange_balanced_null_gaussian": "Gauss\nnull",
     "exchange_balanced_null_repaired": "perm\nnull",
-    "scaling_double": "scale\nα = 2",
-    "scaling_flip": "flip\nα = −1",
     "bilinear_share": "ab\nshare",
-    "top_token_share": "top\ntoken",
 }
 """The columns of the table on a terminal, which has to fit into 80 characters."""
+LEGEND = (
+    "Asymmetry of what each layer writes: under balanced exchange, with its standard error; under scaling; as stored. Then "
+    "its neurons under balanced exchange: their mean, written over mean, nulls; and the share of energy that c·ab explains."
+)
 
 
 def print_summary(run: Run, tables: Tables, directory: Path, console: Console) -> None:
@@ -35,6 +39,7 @@ def print_summary(run: Run, tables: Tables, directory: Path, console: Console) -
         console.print(sentence, highlight=False, markup=False)
     console.print()
     console.print(layer_table(tables.layers))
+    console.print(LEGEND, highlight=False, markup=False)
     for sentence in remarks(run, tables.layers, tables.experts):
         console.print(f"! {sentence}", highlight=False, markup=False)
     console.print(f"files are in {directory}/", highlight=False, markup=False, soft_wrap=True)
@@ -58,9 +63,9 @@ def layer_table(layers: pd.DataFrame) -> Table:
     table.add_column("layer", justify="right", no_wrap=True)
     for title in COLUMNS.values():
         table.add_column(title, justify="right", no_wrap=True)
-    bold = {layer for layer, _ in outliers(layers, "exchange")}
+    bold = {layer for layer, _ in outliers(layers, "output_exchange_balanced")}
     for _, row in layers.iterrows():
         cells = ["–" if pd.isna(row[column]) else f"{row[column]:.3f}" for column in COLUMNS]
-        mark = "*" if row["few_tokens"] else ""
+        mark = "*" if row["few_tokens"] or row["output_few_tokens"] else ""
         table.add_row(f"{int(row['layer'])}{mark}", *cells, style="bold" if row["layer"] in bold else "")
     return table

@@ -12,7 +12,7 @@ from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE
 from analysis.measures.jackknife import FEW_JACKKNIFE_BLOCKS
 from analysis.measures.token_numbers import CHANGED, TOKEN_MEASURES
-from analysis.run import Run
+from analysis.run import Run, layers_named
 from analysis.weights.experts import SHARED, neuron_name
 from reports.run.figures import interval
 from reports.tables import Tables
@@ -21,8 +21,7 @@ OUTLIER = 3.5
 """Modified z-score above which a layer is an outlier (Iglewicz & Hoaglin 1993)."""
 FEW_NEURONS = 5
 """Below this effective number of neurons, a layer's pooled exchange describes single neurons."""
-ORTHOGONAL = 0.5
-"""The asymmetry of two versions with E[f·f′] = 0; one SiLU, GELU or ReLU neuron cannot exceed it."""
+COHERENCE = "output_exchange_balanced_coherence"
 CHANCE_WORDS = {"gaussian": "the Gaussian null", "repaired": "the permutation null", "random": "random weights"}
 
 
@@ -36,22 +35,48 @@ def verdict(run: Run, tables: Tables) -> Iterator[str]:
     )
     if tables.experts is not None:
         yield mixture(tables)
-    yield (
-        f"Exchanging gate and up: asymmetry {_span(layers['exchange'])} (0 = no change, {ORTHOGONAL} = orthogonal); "
-        f"{_degree(layers['exchange'])} broken, most in layer {_at_max(layers, 'exchange')}. "
-        f"With the up row rescaled to the norm and sign of the gate row: {_span(layers['exchange_balanced'])}."
-    )
-    if layers["scaling_double"].notna().all():
-        yield (
-            f"Scaling gate by 2 and up by ½: asymmetry {_span(layers['scaling_double'])}; "
-            f"{_degree(layers['scaling_double'])} broken."
-        )
-    if layers["scaling_flip"].notna().all():
-        yield f"Flipping both signs: asymmetry {_span(layers['scaling_flip'])}; {_degree(layers['scaling_flip'])} broken."
+    yield from _of_outputs(layers)
+    yield from _of_neurons(layers)
     yield from _against_chance(tables)
     share = layers["bilinear_share"]
     extent = f"{share.min():.0%} to {share.max():.0%}"
     yield f"The bilinear unit c·ab explains {share.median():.0%} of the energy (layers {extent})."
+
+
+def _of_outputs(layers: pd.DataFrame) -> Iterator[str]:
+    """How much what the layers write changes, under exchange and under scaling."""
+    known = layers[layers["output_exchange_balanced"].notna()]
+    if known.empty:
+        yield "What the layers write was not measured: see the missing numbers."
+        return
+    fewer = "" if len(known) == len(layers) else f" (measured in {len(known)} of {len(layers)} layers)"
+    yield (
+        f"What a layer writes into the residual stream{fewer}, with gate and up of every neuron exchanged, up first "
+        f"rescaled to the norm and sign of gate: {_change(known, 'output_exchange_balanced')}, most in layer "
+        f"{_at_max(known, 'output_exchange_balanced')}. As stored: asymmetry {_span(known['output_exchange'])}. "
+        "(0 = unchanged, 1 = sign reversed.)"
+    )
+    yield (
+        f"With gate doubled and up halved: {_change(known, 'output_scaling_double')}. "
+        f"With both signs flipped: {_change(known, 'output_scaling_flip')}."
+    )
+
+
+def _of_neurons(layers: pd.DataFrame) -> Iterator[str]:
+    """The neurons' mean, and in how many layers their changes cancel or add up in what is written."""
+    sentence = f"Neurons one by one: balanced exchange {_span(layers['exchange_balanced'])}"
+    if layers["scaling_double"].notna().all():
+        sentence += f", doubling {_span(layers['scaling_double'])}"
+    if layers["scaling_flip"].notna().all():
+        sentence += f", flip {_span(layers['scaling_flip'])}"
+    coherence, reach = layers[COHERENCE], interval(layers, COHERENCE)
+    if coherence.notna().any():
+        cancel, add = int((coherence + reach < 1).sum()), int((coherence - reach > 1).sum())
+        sentence += (
+            f". In what is written their changes under balanced exchange cancel in {cancel} layers and add up in {add} "
+            f"(95 % intervals; coherence {_extent(coherence, '.2f')})"
+        )
+    yield sentence + "."
 
 
 def mixture(tables: Tables) -> str:
@@ -87,7 +112,9 @@ def _against_chance(tables: Tables) -> Iterator[str]:
         for null, (above, below) in against_chance(layers).items()
     ]
     if clauses:
-        yield f"Balanced exchange is {'; '.join(clauses)} (95 % intervals)."
+        yield f"The neurons' balanced exchange is {'; '.join(clauses)} (95 % intervals)."
+    for above, below in against_chance(layers, "output_exchange_balanced").values():
+        yield f"That of what is written is above {CHANCE_WORDS['random']} in {above} layers and below it in {below}."
     differing = neurons["exchange_balanced_repaired_differs"]
     if neurons["exchange_balanced_repaired_p"].notna().any():
         yield (
@@ -101,6 +128,7 @@ def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None)
     if 1 < (blocks := int(layers["n_blocks"].min())) < FEW_JACKKNIFE_BLOCKS:
         yield f"standard errors rest on {blocks} blocks of sequences, fewer than {FEW_JACKKNIFE_BLOCKS}: use more text"
     yield from _massive_activations(run, layers)
+    yield from _about_outputs(run, layers)
     if experts is not None:
         yield from _experts_with_few_tokens(experts)
     for row in layers[layers["effective_neurons"] < FEW_NEURONS].itertuples():
@@ -108,7 +136,7 @@ def remarks(run: Run, layers: pd.DataFrame, experts: pd.DataFrame | None = None)
             f"layer {row.layer}: effectively {row.effective_neurons:.1f} of {row.n_neurons:,} neurons determine its pooled "
             "exchange: use the median over neurons"
         )
-    for column in ("exchange", "scaling_double", "bilinear_share"):
+    for column in ("output_exchange_balanced", "output_scaling_double", "bilinear_share"):
         found = outliers(layers, column)
         if found:
             listed = ", ".join(f"{layer} ({value:.3f})" for layer, value in found)
@@ -139,27 +167,30 @@ def _massive_activations(run: Run, layers: pd.DataFrame) -> Iterator[str]:
         )
 
 
+def _about_outputs(run: Run, layers: pd.DataFrame) -> Iterator[str]:
+    """Layers of which the output is not known, or depends on few tokens."""
+    if unknown := [index for index, layer in run.layers.items() if layer.output is None]:
+        yield (
+            f"{layers_named(unknown)}: what is written was not measured, because what stands between the MLP and the "
+            "residual stream could not be verified"
+        )
+    few = layers[layers["output_few_tokens"]]
+    if len(few):
+        yield (
+            f"{layers_named(few['layer'].tolist())}: what is written depends on few tokens: use the token median "
+            "(output_exchange_balanced_token_median) or the value without 0.1 % of the tokens"
+        )
+
+
 def _experts_with_few_tokens(experts: pd.DataFrame) -> Iterator[str]:
     """The number of experts with few tokens or none, and their layers."""
     few, none = experts[experts["few_tokens"]], experts[experts["n_tokens"] == 0]
     if len(few):
-        without = f", {len(none)} of them with none ({_ranges(none['layer'])})" if len(none) else ""
+        without = f", {len(none)} of them with none ({layers_named(none['layer'].tolist())})" if len(none) else ""
         yield (
             f"{len(few):,} of {len(experts):,} experts have fewer than {FEW_EXPERT_TOKENS} counted tokens{without}: "
-            f"their own numbers are uncertain, use more text ({_ranges(few['layer'])})"
+            f"their own numbers are uncertain, use more text ({layers_named(few['layer'].tolist())})"
         )
-
-
-def _ranges(layers: pd.Series) -> str:
-    """Layers as ranges: layers 0-5, 8."""
-    runs: list[list[int]] = []
-    for layer in sorted(set(layers)):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"layer{'' if listed.isdecimal() else 's'} {listed}"
 
 
 def _extent(values: pd.Series, form: str) -> str:
@@ -178,6 +209,12 @@ def outliers(layers: pd.DataFrame, column: str) -> list[tuple[int, float]]:
     return [(int(row["layer"]), float(row[column])) for _, row in found.iterrows()]
 
 
+def _change(layers: pd.DataFrame, column: str) -> str:
+    """An asymmetry with the root-mean-square change behind it, of the median layer."""
+    change = layers[f"{column}_relative_change"].median()
+    return f"asymmetry {_span(layers[column])}, a change of {change:.0%} in root mean square"
+
+
 def _span(values: pd.Series) -> str:
     if len(values) == 1:
         return f"{values.iloc[0]:.3f}"
@@ -187,9 +224,3 @@ def _span(values: pd.Series) -> str:
 def _at_max(layers: pd.DataFrame, column: str) -> str:
     values = layers[column]
     return "none" if values.isna().all() else str(int(layers.loc[values.idxmax(), "layer"]))
-
-
-def _degree(values: pd.Series) -> str:
-    """An adverb for the asymmetry of the median layer."""
-    bounds = ((1e-6, "not"), (0.01, "hardly"), (0.05, "slightly"), (0.2, "moderately"))
-    return next((word for bound, word in bounds if values.median() < bound), "strongly")

@@ -61,7 +61,8 @@ def test_a_layer_that_exchange_does_not_change_fails_the_control_that_must_fail(
     mlp, x = layer(unit_named("silu"))
     alike = replace(mlp, q=mlp.q[:1].repeat(9, 1), k=mlp.q[:1].repeat(9, 1))
     last = measure_controls(alike, x)[-1]
-    assert (last.what, last.value, last.passed) == (EXCHANGE, 0.0, False)
+    assert (last.what, last.passed) == (EXCHANGE, False)
+    assert last.value < 1e-30
 
 
 def test_a_layer_without_output_has_no_controls() -> None:

@@ -108,7 +108,7 @@ def test_fewer_than_two_blocks_have_no_error_to_give(lengths: tuple[int, ...]) -
     if lengths:
         assert neuron_error(measures.exchange, moments).isnan().all()
         assert neuron_error(measures.exchange, moments).shape == (3,)
-        assert math.isnan(quantile_error("exchange", 0.5, moments))
+        assert math.isnan(quantile_error("exchange", 0.5, moments.tokens, moments.blocks))
         assert math.isnan(gate_positive_error(moments))
 
 
@@ -167,7 +167,9 @@ def test_the_error_of_a_quantile_is_that_of_the_quantiles_without_each_block(q: 
         [len(a) for a, _ in case.sequences]
     )
     replicates = [reference.quantile([x for j, r in enumerate(ratios) if j != k for x in r.tolist()], q) for k in range(4)]
-    assert quantile_error("exchange", q, case.moments) == pytest.approx(reference.jackknife(replicates), abs=2e-3)
+    assert quantile_error("exchange", q, case.moments.tokens, case.moments.blocks) == pytest.approx(
+        reference.jackknife(replicates), abs=2e-3
+    )
 
 
 def test_replicates_of_any_shape() -> None:

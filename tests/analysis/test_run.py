@@ -16,6 +16,7 @@ from analysis.run import Run
 from analysis.storage import staged_writes
 from analysis.storage.files import MOMENTS_FILE
 from analysis.storage.staged_writes import check_writable, is_run, staged
+from analysis.sums.output_moments import OutputMoments
 from analysis.units.registry import unit_named
 from hooks.collect import analyze
 from hooks.models import LoadedModel, load_model
@@ -48,7 +49,10 @@ def assert_same(first: Run, second: Run, exact: bool = True) -> None:
 
 def test_a_unit_with_parameters_comes_back_with_them(run: Run, tmp_path: Path) -> None:
     units = [unit_named(name) for name in ("multiplied(silu,0.3)", "top_k(gelu,0.95)", "gpt_oss(1.1,2.5)")]
-    layers = {index: replace(layer, unit=units[index % 3]) for index, layer in run.layers.items()}
+    layers = {
+        index: replace(layer, unit=unit, output=OutputMoments.empty(unit, 32))
+        for unit, (index, layer) in zip(units, run.layers.items(), strict=True)
+    }
     replace(run, layers=layers).save(tmp_path / "run")
     assert [layer.unit for layer in Run.load(tmp_path / "run").layers.values()] == units
 
@@ -125,14 +129,17 @@ def test_a_run_that_is_not_whole_is_refused(run: Run, tmp_path: Path) -> None:
     folder = damaged("newer")
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**document, "schema": 99}))
-    with pytest.raises(UserError, match="schema 99, this version reads 2"):
+    with pytest.raises(UserError, match="schema 99, this version reads 3"):
         Run.load(folder)
 
 
 def test_missing_numbers_have_a_reason(llama: LoadedModel, run: Run) -> None:
-    assert run.missing() == {}
+    assert set(run.missing()) == {"output_*_raw"}
     few = analyze(llama, llama.read(context=32, max_tokens=32), alphas=[2.0], quiet=True)
-    assert set(few.missing()) == {"*_se", "scaling_half", "scaling_flip"}
+    assert set(few.missing()) == {
+        *("*_se", "scaling_half", "scaling_flip"),
+        *("output_*_raw", "output_*_rank, output_antisymmetric_in_top10"),
+    }
     layer = run.layers[0]
     silent = replace(layer.moments, neuron=replace(layer.moments.neuron, values=layer.moments.neuron.values.clone()))
     silent.neuron.values[silent.layout.rows["hh"], 3] = 0

@@ -96,7 +96,7 @@ def test_a_saved_run_is_reported_without_model_or_display(written: tuple[Path, s
     assert json.loads(done.stdout)["directory"] == str(tmp_path / "again")
     for name in ("layers.csv", "curves.csv", "extremes.csv", "causal.csv", "moments.safetensors", "causal.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
-    assert (tmp_path / "again" / "report.html").read_text().count("<svg") == 4
+    assert (tmp_path / "again" / "report.html").read_text().count("<svg") == 6
 
 
 @pytest.mark.usefixtures("without_figures")

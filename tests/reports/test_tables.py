@@ -25,9 +25,24 @@ from reports.tables import curves_table, layers_table, neurons_table
 NULLED = "exchange exchange_balanced scaling_half scaling_double scaling_flip".split()
 OVER_TOKENS = [*NULLED, "euler_residual", "placement", "placement_balanced"]
 NULLS = "null_gaussian excess_gaussian excess_gaussian_se null_repaired excess_repaired excess_repaired_se".split()
-RANDOM = [f"{name}_{part}" for name in NULLED for part in ("null_random", "excess_random", "excess_random_se")]
+EDITS = "exchange exchange_balanced scaling_half scaling_double scaling_flip scaling_zero scaling_infinity".split()
+OF_AN_EDIT = (
+    " _se _relative_change _raw _raw_se _centred _centred_se _coherence _coherence_se "
+    "_token_q1 _token_median _token_median_se _token_q3 _trimmed"
+).split(" ")
+OUTPUT_COLUMNS = [
+    *(f"output_{edit}{part}" for edit in EDITS for part in OF_AN_EDIT),
+    *"output_tokens output_energy output_symmetric_energy output_antisymmetric_energy".split(),
+    *"output_effective_tokens output_few_tokens".split(),
+    *(
+        f"output_{name}{part}"
+        for name in ("mean_share", "symmetric_rank", "antisymmetric_rank", "antisymmetric_in_top10")
+        for part in ("", "_se")
+    ),
+]
 LAYER_COLUMNS = [
     *"layer n_neurons n_tokens n_blocks".split(),
+    *OUTPUT_COLUMNS,
     *(f"{name}{part}" for name in OVER_TOKENS for part in ("", "_se", "_trimmed")),
     *(f"{name}_token_{part}" for name in OVER_TOKENS for part in ("q1", "median", "median_se", "q3")),
     *(f"{name}_{part}" for name in NULLED for part in NULLS),
