@@ -111,7 +111,9 @@ def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: 
     """The page of a run, which needs no network; ``costs`` are sentences about the costs of edits."""
     layers = tables.layers
     causal = [name for name in layers if name.startswith(CAUSAL_PREFIXES) and not name.endswith(("_se", "_n"))]
-    layer_columns = LAYER_COLUMNS | dict.fromkeys(causal, "nats per token")
+    layer_columns = _present(LAYER_COLUMNS | dict.fromkeys(causal, "nats per token"), layers)
+    for name in [name for name in layer_columns if name.endswith("_raw") and layers[name].isna().all()]:
+        del layer_columns[name]  # without a norm behind any MLP this reading is no other
     return render(
         "report.html",
         model=run.model,
@@ -121,8 +123,8 @@ def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: 
         controls=run.controls,
         passed=run.passed,
         figures=list(shown_figures(figures, CAPTIONS)),
-        layer_columns=_present(layer_columns, layers),
-        layers=_rows(layers, _present(layer_columns, layers)),
+        layer_columns=layer_columns,
+        layers=_rows(layers, layer_columns),
         few_tokens=set(layers.loc[layers["few_tokens"] | layers["output_few_tokens"], "layer"]),
         experts=[] if tables.experts is None else _experts(tables.experts),
         n_experts=0 if tables.experts is None else len(tables.experts),

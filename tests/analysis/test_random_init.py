@@ -11,6 +11,7 @@ import torch
 from analysis.compare import layer_excess
 from analysis.measures import asymmetry as measures
 from analysis.measures.jackknife import pooled_replicates
+from analysis.measures.output_numbers import OUTPUT_MEASURES, output_replicates
 from analysis.run import Run
 from analysis.storage.files import RANDOM_INIT
 from hooks.collect import analyze
@@ -23,7 +24,9 @@ from tests.helpers.tiny import save_tiny
 
 pytestmark = pytest.mark.usefixtures("without_figures")
 NULLED = ("exchange", "exchange_balanced", "scaling_half", "scaling_double", "scaling_flip")
-COLUMNS = [f"{name}_{part}" for name in NULLED for part in ("null_random", "excess_random", "excess_random_se")]
+PARTS = ("null_random", "excess_random", "excess_random_se")
+COLUMNS = [f"{name}_{part}" for name in NULLED for part in PARTS]
+OF_LAYERS = [*COLUMNS, *(f"{name}_{part}" for name in OUTPUT_MEASURES for part in PARTS)]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,7 @@ def test_its_columns_are_joined_in_the_tables(written: Path) -> None:
     run, random = Run.load(written / "first"), Run.load(written / "first" / RANDOM_INIT)
     layers = pd.read_csv(written / "first" / "layers.csv").set_index("layer")
     neurons = pd.read_parquet(written / "first" / "neurons.parquet")
-    assert np.isfinite(layers[COLUMNS].to_numpy()).all()
+    assert np.isfinite(layers[OF_LAYERS].to_numpy()).all()
     assert np.isfinite(neurons[COLUMNS].to_numpy()).all()
     own = tables_of(random).layers.set_index("layer")
     for name in NULLED:
@@ -74,6 +77,12 @@ def test_its_columns_are_joined_in_the_tables(written: Path) -> None:
         spread = neurons.groupby("layer")[f"{name}_null_random"].agg(["min", "max"])
         np.testing.assert_allclose(spread["min"], layers[f"{name}_null_random"], rtol=1e-9)
         np.testing.assert_allclose(spread["max"], layers[f"{name}_null_random"], rtol=1e-9)
+    for name in OUTPUT_MEASURES:
+        np.testing.assert_allclose(layers[f"{name}_null_random"], own[name], rtol=1e-9)
+        np.testing.assert_allclose(layers[f"{name}_excess_random"], layers[name] - own[name], atol=1e-9)
+    pair = [output_replicates("output_exchange", x.layers[1].estimates) for x in (run, random)]
+    expected = reference.jackknife((pair[0] - pair[1]).tolist())
+    assert layers.loc[1, "output_exchange_excess_random_se"] == pytest.approx(expected, rel=1e-9)
     pair = [pooled_replicates(measures.exchange, x.layers[1].moments) for x in (run, random)]
     expected = reference.jackknife((pair[0] - pair[1]).tolist())
     assert layers.loc[1, "exchange_excess_random_se"] == pytest.approx(expected, rel=1e-9)
@@ -87,8 +96,9 @@ def test_a_run_is_no_excess_over_itself(written: Path) -> None:
 
 
 def test_without_the_option_there_are_no_such_columns_and_the_same_numbers(written: Path) -> None:
-    for with_null, without in zip(columns_of(written / "first"), columns_of(written / "plain"), strict=True):
-        assert with_null - without == set(COLUMNS)
+    both = (columns_of(written / name) for name in ("first", "plain"))
+    for with_null, without, added in zip(*both, (OF_LAYERS, COLUMNS), strict=True):
+        assert with_null - without == set(added)
         assert without < with_null
     first, plain = (Run.load(written / name) for name in ("first", "plain"))
     for index, layer in plain.layers.items():
@@ -104,7 +114,7 @@ def test_nulls_merge_with_their_runs(written: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(
         random.layers[2].moments.neuron.values, sum(part.layers[2].moments.neuron.values for part in parts)
     )
-    assert set(COLUMNS) < columns_of(tmp_path / "merged")[0]
+    assert set(OF_LAYERS) < columns_of(tmp_path / "merged")[0]
     line = refused("merge", written / "plain", written / "second", "--out", tmp_path / "no")
     assert "1 of 2 runs have a random-init null: make it for all of them, or for none" in line
     assert not (tmp_path / "no").exists()
@@ -126,7 +136,7 @@ def test_a_null_of_other_tokens_is_not_joined(written: Path, tiny_llama: Path, t
     options = ["--shard", "1/2", "--seed", 3, "--quiet", *QUICK]
     assert call("analyze", tiny_llama, "--out", tmp_path / "over", *options)[0] == 0
     assert load_random(tmp_path / "over", Run.load(tmp_path / "over")) is None
-    assert not set(COLUMNS) & columns_of(tmp_path / "over")[0]
+    assert not set(OF_LAYERS) & columns_of(tmp_path / "over")[0]
 
 
 def weights_of(model: LoadedModel) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -271,6 +272,58 @@ def test_gemma3_gives_eighteen_rows(gemma3_run: Run) -> None:
         assert measures.exchange(layer.moments.neuron).isfinite().all()
 
 
+@pytest.mark.parametrize(("name", "layers"), [("smollm2", (0, 4, 29)), ("gemma3", (7, 8, 10))])
+def test_what_layers_write_is_that_of_the_plain_model(
+    name: str, layers: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    """In float64, from the modules of the plain Hugging Face model: what the block itself adds, and with all h edited."""
+    model, run = request.getfixturevalue(name), request.getfixturevalue(f"{name}_run")
+    builtin = {"smollm2": "smollm2-135m", "gemma3": "gemma3-270m"}[name]
+    plain = AutoModelForCausalLM.from_pretrained(builtin_directory(BUILTINS[builtin])).double().eval()
+    windows = model.read(max_tokens={"smollm2": 3000, "gemma3": 1500}[name]).windows
+    seen: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    for layer in layers:
+        mlp = plain.model.layers[layer].mlp
+        mlp.register_forward_pre_hook(lambda _, inputs, layer=layer: seen[layer].append(inputs[0][0]))
+    table = layers_table(run).set_index("layer")
+    with torch.no_grad():
+        for window in windows:
+            plain(window.tokens[None])
+        for layer in layers:
+            x = torch.cat([x[w.counted_from :] for w, x in zip(windows, seen[layer], strict=True)])
+            block, act = plain.model.layers[layer], functional.silu
+            gain, after = block.post_attention_layernorm.weight, lambda y: y
+            if name == "gemma3":
+                gain, after = 1 + block.pre_feedforward_layernorm.weight, block.post_feedforward_layernorm
+                act = partial(functional.gelu, approximate="tanh")
+            q, k = block.mlp.gate_proj.weight, block.mlp.up_proj.weight
+            a, b, beta = x @ q.T, x @ k.T, (q * gain).norm(dim=1) / (k * gain).norm(dim=1)
+            beta = beta * ((q * gain) * (k * gain)).sum(dim=1).sign()
+            edits = {
+                "exchange": act(b) * a,
+                "exchange_balanced": act(beta * b) * a / beta,
+                "scaling_half": act(a / 2) * b * 2,
+                "scaling_double": act(2 * a) * b / 2,
+                "scaling_flip": act(-a) * -b,
+                "scaling_zero": a * b / 2,
+                "scaling_infinity": a.relu() * b,
+            }
+            raw = block.mlp.down_proj(act(a) * b)
+            y, row = after(raw), table.loc[layer]
+            assert row["output_tokens"] == len(y)
+            assert row["output_energy"] == pytest.approx(float(y.square().sum(dim=1).mean()), rel=1e-5)
+            share = y.mean(dim=0).square().sum() / y.square().sum(dim=1).mean()
+            assert row["output_mean_share"] == pytest.approx(float(share), rel=1e-5)
+            for edit, h in edits.items():
+                before = block.mlp.down_proj(h)
+                readings = {"": (y, after(before)), "_centred": (y - y.mean(0), after(before) - after(before).mean(0))}
+                if name == "gemma3":
+                    readings["_raw"] = raw, before
+                for reading, (f, e) in readings.items():
+                    expected = (f - e).square().sum() / (2 * (f.square().sum() + e.square().sum()))
+                    assert row[f"output_{edit}{reading}"] == pytest.approx(float(expected), rel=1e-4), (layer, edit)
+
+
 def stated_of_gemma3(row: str) -> float:
     """The median over layers that docs/findings.md states, in the last column of that row."""
     text = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
@@ -326,6 +379,6 @@ def test_the_readmes_command_gives_thirty_rows(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
     layers = pd.read_csv(tmp_path / "out" / "smollm2-135m" / "layers.csv")
     assert len(layers) == 30
-    assert np.isfinite(layers.to_numpy(dtype=float)).all()
+    assert np.isfinite(layers.drop(columns=layers.filter(regex="_raw(_se)?$")).to_numpy(dtype=float)).all()
     assert layers["exchange"].between(0.05, 0.6).all()
     assert len(pd.read_parquet(tmp_path / "out" / "smollm2-135m" / "neurons.parquet")) == 30 * 1536

@@ -166,7 +166,7 @@ def test_a_run_without_errors_is_compared_without_intervals(llama: LoadedModel) 
     comparison = compare_runs([short, short], ["a", "b"])
     ((how, told),) = verdict(comparison)
     assert "paired" in how
-    assert len(told) == 2  # scaling was not followed
+    assert len(told) == 6  # of a layer's output every edit is measured, whatever scales the neurons are followed at
     assert "intervals" not in " ".join(told)
     assert "nan" not in Page(comparison_html(comparison, {})).text.split()
     assert torch.isfinite(torch.tensor(json.loads(comparison_json(comparison, Path("o")))["layers"][0]["value"]))

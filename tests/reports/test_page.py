@@ -96,14 +96,15 @@ def test_the_page_holds_the_runs_numbers(html: str, tables: Tables) -> None:
         np.testing.assert_allclose(values, exact, rtol=2.0**-15, atol=0, equal_nan=True, err_msg=name)
     np.testing.assert_array_equal(columns["neuron"], tables.neurons["neuron"])
     shown = {attributes["data-value"] for tag, attributes in page.elements if tag == "td" and "data-value" in attributes}
-    for name in set(LAYER_COLUMNS) & set(tables.layers.columns):
+    for name in (set(LAYER_COLUMNS) & set(tables.layers.columns)) - {"output_exchange_balanced_raw"}:
         assert {str(value) for value in tables.layers[name]} <= shown, name
     for name in EXTREME_COLUMNS:
         assert {str(value) for value in tables.extremes.groupby("layer").head(3)[name]} <= shown, name
 
 
 def test_shown_columns_are_those_of_the_tables(tables: Tables) -> None:
-    assert set(LAYER_COLUMNS) - set(tables.layers.columns) == {"exchange_balanced_null_random"}
+    random = {"exchange_balanced_null_random", "output_exchange_balanced_null_random"}
+    assert set(LAYER_COLUMNS) - set(tables.layers.columns) == random
     assert set(NEURON_COLUMNS) - set(tables.neurons.columns) == {"expert", "n_tokens"}
     assert set(EXTREME_COLUMNS) <= set(tables.extremes.columns)
 
@@ -118,7 +119,7 @@ def test_a_section_is_there_only_if_its_data_are(run: Run, tables: Tables, figur
     assert "0.250 <small>± 0.010</small>" in more
     assert 'data-value="0.125"' in more
     order = [found[1] for found in re.finditer(r'<figure id="figure-(\w+)"', more)]
-    assert order == ["exchange", "causal_cost", "scaling", "measures", "neurons", "another"]
+    assert order == ["output", "output_parts", "exchange", "causal_cost", "scaling", "measures", "neurons", "another"]
     bare = Page(report_html(run, tables, {}))
     assert "figures" not in {attributes.get("id") for _, attributes in bare.elements}
     assert "No command was recorded" in bare.text

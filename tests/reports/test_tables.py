@@ -94,7 +94,8 @@ def test_tables_hold_the_contracts_columns(run: Run) -> None:
     assert sorted(curves["alpha"].unique()) == [-1, 0, 0.125, 0.25, 0.5, 2, 4, 8, np.inf]
     assert (extremes.groupby("layer").size() == 10).all()
     assert extremes["text"].map(len).min() > 0
-    for table in (layers, neurons, curves.drop(columns="alpha"), extremes.drop(columns="text")):
+    written = layers.drop(columns=layers.filter(regex="_raw(_se)?$"))
+    for table in (written, neurons, curves.drop(columns="alpha"), extremes.drop(columns="text")):
         assert np.isfinite(table.to_numpy(dtype=float)).all()
 
 
@@ -127,7 +128,7 @@ def test_the_interaction_share_is_that_of_the_weights_with_the_gain_folded(llama
 def test_a_directory_holds_everything_and_reads_back(run: Run, tmp_path: Path) -> None:
     write_directory(run, tmp_path / "out")
     names = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    figures = {f"figures/{name}.png" for name in ("exchange", "measures", "neurons", "scaling")}
+    figures = {f"figures/{name}.png" for name in ("output", "output_parts", "exchange", "measures", "neurons", "scaling")}
     assert names == {"run.json", "report.html", "moments.safetensors", "neurons.parquet", *SPREADSHEETS} | figures
     again = tables_of(Run.load(tmp_path / "out"))
     for name in SPREADSHEETS:
@@ -140,7 +141,10 @@ def test_a_missing_number_is_empty_and_never_zero(poor: Run) -> None:
     for column in ("exchange_se", "scaling_double_se", "scaling_half", "scaling_double", "scaling_flip"):
         assert np.isnan(row[column]), column
     assert row["exchange"] > 0
-    assert {"*_se", "scaling_half", "scaling_double", "scaling_flip"} == set(poor.missing())
+    assert set(poor.missing()) == {
+        *("*_se", "scaling_half", "scaling_double", "scaling_flip"),
+        *("output_*_raw", "output_*_rank, output_antisymmetric_in_top10"),
+    }
 
 
 @pytest.mark.parametrize("kind", ["run", "poor"])
@@ -161,12 +165,33 @@ def test_figures_and_summary_serve_every_run(kind: str, request: pytest.FixtureR
 
 def test_the_verdict_says_what_the_numbers_say(run: Run) -> None:
     tables = tables_of(run)
-    layers = tables.layers.assign(exchange=[0.31, 0.30, 0.05], scaling_double=0.0, bilinear_share=0.25)
+    layers = tables.layers.assign(
+        output_exchange_balanced=[0.31, 0.30, 0.05], output_exchange_balanced_relative_change=[1.2, 0.9, 0.4],
+        output_exchange=[0.4, 0.35, 0.06], output_scaling_double=0.0, output_scaling_double_relative_change=0.0,
+        exchange_balanced=[0.2, 0.25, 0.1], bilinear_share=0.25, output_exchange_balanced_coherence=[1.5, 1.2, 0.5],
+        output_exchange_balanced_coherence_se=[0.01, 0.5, 0.01],
+    )  # fmt: skip
     text = " ".join(verdict(run, replace(tables, layers=layers)))
-    assert "asymmetry 0.300 (layers 0.050 to 0.310)" in text
-    assert "strongly broken, most in layer 0" in text
-    assert "Scaling gate by 2 and up by ½: asymmetry 0.000 (layers 0.000 to 0.000); not broken" in text
+    assert "asymmetry 0.300 (layers 0.050 to 0.310), a change of 90% in root mean square, most in layer 0" in text
+    assert "As stored: asymmetry 0.350 (layers 0.060 to 0.400)" in text
+    assert "gate doubled and up halved: asymmetry 0.000 (layers 0.000 to 0.000), a change of 0%" in text
+    assert "Neurons one by one: balanced exchange 0.200 (layers 0.100 to 0.250)" in text
+    assert "cancel in 1 layers and add up in 1" in text
     assert "explains 25% of the energy" in text
+
+
+def test_a_layer_whose_output_is_not_known_is_named(run: Run) -> None:
+    some = replace(run, layers={i: replace(layer, output=layer.output if i else None) for i, layer in run.layers.items()})
+    none = replace(run, layers={i: replace(layer, output=None) for i, layer in run.layers.items()})
+    for unknown, named in ((some, "layer 0"), (none, "layers 0-2")):
+        tables = tables_of(unknown)
+        assert f"{named}: what is written was not measured" in " ".join(remarks(unknown, tables.layers))
+        assert unknown.missing()["output_*"].endswith(f"could not be verified: {named}")
+        assert ("output" in draw_all(tables)) == (unknown is some)
+        text = " ".join(verdict(unknown, tables))
+        assert ("(measured in 2 of 3 layers)" in text) == (unknown is some)
+        assert ("was not measured" in text) == (unknown is none)
+        assert "nan" not in text
 
 
 def test_what_a_reader_must_know_is_remarked(run: Run) -> None:
