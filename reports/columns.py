@@ -165,7 +165,7 @@ OUTPUT_COLUMNS = (
     ),
     Column(
         "output_symmetric_rank",
-        "effective rank (participation ratio) of the covariance of (y + y′)/2, from a sample of tokens",
+        "effective rank (participation ratio) of the covariance of (y + y′)/2, from pairs of tokens of different blocks",
         "directions",
         (LAYERS,),
     ),
@@ -240,7 +240,8 @@ FAMILIES = (
     Column("MEASURE_centred", "MEASURE of y and y′ each without its mean over tokens", SAME, (LAYERS,), OUTPUT_MEASURES),
     Column(
         "MEASURE_coherence",
-        "MEASURE over the same measure pooled over neurons: below 1 their changes cancel in y, above 1 they add up",
+        "MEASURE over the same measure pooled over neurons, of all tokens: below 1 their changes cancel in y, above 1 they "
+        "add up (behind a norm it also contains what the norm does)",
         "ratio",
         (LAYERS,),
         OUTPUT_MEASURES,

@@ -6,7 +6,8 @@ For y the vector added and y′ the same with every unit of the layer edited,
 
 in three readings: as written; ``raw``, before a norm behind the MLP, where there is one; and ``centred``, each version
 without its own mean over tokens. The **coherence** is A over the pooled asymmetry of the neurons, which treats them as if
-they wrote in orthogonal directions: below 1 their changes cancel in what is written, above 1 they add up. Unlike a single
+they wrote in orthogonal directions: below 1 their changes cancel in what is written, above 1 they add up; behind a norm it
+also contains the norm's rescaling of tokens. A is of the sampled tokens, the neurons' asymmetry of all. Unlike a single
 SiLU, GELU or ReLU neuron, a layer's output may exceed ½.
 
 With y_s = (y + y′)/2 and y_a = (y − y′)/2, E‖y_s‖² + E‖y_a‖² = (E‖y‖² + E‖y′‖²)/2, and A is the share of y_a in it.

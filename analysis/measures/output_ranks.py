@@ -6,8 +6,10 @@ With y_s = (y + y′)/2 and y_a = (y − y′)/2 for y′ under balanced exchang
     in the top 10    tr(P C_a) / tr C_a       P the projection on the ten largest eigenvectors of the covariance of y
 
 Both are computed from a sample of tokens. tr C² is a mean of ⟨z, z′⟩² over pairs of tokens from different jackknife blocks:
-over all pairs it would contain every token with itself, and a sample of n tokens could not show more than n directions. The
-ten directions are taken from half of the blocks and judged on the other half, and the halves change roles. Errors are a
+over all pairs it would contain every token with itself, and a sample of n tokens could not show more than n directions.
+What only tokens of one stretch of text share does not count: it is tr C² of the covariance that blocks share. The
+ten directions are taken from half of the blocks and judged on the other half, and the halves change roles; found from few
+tokens, they hold less than the true ones, which makes the share too low rather than too high. Errors are a
 jackknife over blocks, for the second number over eight groups of them.
 """
 

@@ -114,7 +114,7 @@ def parts_by_layer(layers: pd.DataFrame, axes: Sequence[Axes]) -> None:
     _pooled(layers, inside, "output_antisymmetric_in_top10", WRITTEN, "antisymmetric part", "s")
     _pooled(layers, mean, "output_mean_share", PALETTE[7], "y", "D")
     energy.set(title="Energy under balanced exchange", ylabel="mean squared norm", yscale="log")
-    rank.set(title="Effective rank", ylabel="directions", yscale="log")
+    rank.set(title="Effective rank", ylabel="directions", yscale="log", ylim=(0.9, None))
     inside.set(title="Variance of the antisymmetric part in the\nten directions in which y varies most", ylim=(0, 1))
     mean.set(title="Share of y's energy that is its mean over tokens", ylim=(0, 1))
     for ax in (inside, mean):

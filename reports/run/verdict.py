@@ -50,6 +50,9 @@ def _of_outputs(layers: pd.DataFrame) -> Iterator[str]:
         yield "What the layers write was not measured: see the missing numbers."
         return
     fewer = "" if len(known) == len(layers) else f" (measured in {len(known)} of {len(layers)} layers)"
+    tokens = int(known["output_tokens"].max())
+    if tokens < known["n_tokens"].max():
+        fewer += f" (on {tokens:,} tokens drawn at random)"
     yield (
         f"What a layer writes into the residual stream{fewer}, with gate and up of every neuron exchanged, up first "
         f"rescaled to the norm and sign of gate: {_change(known, 'output_exchange_balanced')}, most in layer "

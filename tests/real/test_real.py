@@ -288,7 +288,7 @@ def test_what_layers_write_is_that_of_the_plain_model(
     table = layers_table(run).set_index("layer")
     with torch.no_grad():
         for window in windows:
-            plain(window.tokens[None])
+            plain.model(window.tokens[None])
         for layer in layers:
             x = torch.cat([x[w.counted_from :] for w, x in zip(windows, seen[layer], strict=True)])
             block, act = plain.model.layers[layer], functional.silu
