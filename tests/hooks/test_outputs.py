@@ -71,7 +71,7 @@ def assert_written(output: OutputMoments | None, changes: dict[str, Tensor], lim
         after = float((changes[column] - changes["nothing"]).square().sum())
         assert float(energy[reading, names.index(column)]) == pytest.approx(after, rel=limit), column
     assert float(energy[reading, 0]) == pytest.approx(float(changes["nothing"].square().sum()), rel=limit)
-    torch.testing.assert_close(output.total[0].sum(0), -changes["nothing"].sum(0), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(output.total[0].sum(0), -changes["nothing"].double().sum(0), rtol=1e-3, atol=1e-4)
 
 
 def measured(model: LoadedModel, **options: int) -> tuple[Run, Corpus]:
