@@ -42,10 +42,10 @@ Replicates = Float64[Tensor, " block"]
 Sliced = Callable[[Float64[Tensor, "*row block"]], Float64[Tensor, "*row replicate"]]
 
 
-def output_numbers(layer: LayerSums) -> dict[str, float]:
+def output_numbers(layer: LayerSums) -> dict[str, int | float]:
     """The columns of a layer about its output; all NaN if what stands behind its MLP is not known, or without tokens."""
     output = _measured(layer)
-    numbers: dict[str, float] = {"output_tokens": 0 if output is None else output.n_tokens}
+    numbers: dict[str, int | float] = {"output_tokens": 0 if output is None else output.n_tokens}
     for edit in OUTPUT_EDITS:
         numbers |= _of_edit(layer, edit)
     if output is None:

@@ -270,7 +270,7 @@ def _outputs(layers: pd.DataFrame) -> dict[str, Figure]:
     output_by_layer(layers, double, "scaling_double")
     output_by_layer(layers, flip, "scaling_flip")
     coherence_by_layer(layers, coherence)
-    axes = parts.subplots(2, 2).ravel()
+    axes = parts.subplots(2, 2).ravel().tolist()
     parts_by_layer(layers, axes)
     return {"output": _with_legend(output, exchange), "output_parts": _with_legend(parts, axes[0])}
 

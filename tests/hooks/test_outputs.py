@@ -160,7 +160,7 @@ def test_batches_and_shards_write_the_same(families: Families, family: str) -> N
 
 def test_a_share_has_the_tokens_of_the_whole_and_about_its_numbers(llama: LoadedModel) -> None:
     corpus = llama.read(context=64, max_tokens=2000)
-    whole, half = (analyze(llama, corpus, quiet=True, draws=1, output_share=share) for share in (1, 0.5))
+    whole, half = (analyze(llama, corpus, quiet=True, draws=1, output_share=share) for share in (1.0, 0.5))
     assert whole.layers[0].output.n_tokens == corpus.n_counted_everywhere
     for index, layer in whole.layers.items():
         assert layer.moments.n_tokens == half.layers[index].moments.n_tokens
