@@ -179,11 +179,11 @@ def test_small_tables_are_sorted_and_read_without_a_mouse(
     browser: Browser, hostile_run: Run, tables: Tables, tmp_path: Path
 ) -> None:
     with opened(browser, written(report_html(hostile_run, tables, {}), tmp_path)) as tab:
-        button = tab.locator("#layers th:has-text('exchange') button").first
+        button = tab.locator("#layers th:has-text('output_exchange_balanced') button").first
         button.focus()
         tab.keyboard.press("Enter")
         order = [int(text.rstrip("*")) for text in tab.locator("#layers tbody th").all_inner_texts()]
-        assert order == list(tables.layers.sort_values("exchange", ascending=False)["layer"])
+        assert order == list(tables.layers.sort_values("output_exchange_balanced", ascending=False)["layer"])
         tab.keyboard.press("Space")
         again = [int(text.rstrip("*")) for text in tab.locator("#layers tbody th").all_inner_texts()]
         assert again == order[::-1]
