@@ -10,7 +10,7 @@ neither the model nor TransformerLens: tables, figures and reports are made from
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from jaxtyping import Int64
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from analysis.checks import Check
@@ -32,6 +32,7 @@ from analysis.measures.permutation_null import FEWEST_DRAWS
 from analysis.storage.files import MOMENTS_FILE, RUN_FILE, SCHEMA
 from analysis.storage.hashing import sha256_of
 from analysis.storage.staged_writes import staged
+from analysis.storage.tensors import read_tensors
 from analysis.sums.layout import MAIN_SCALES, Layout
 from analysis.sums.moments import Moments
 from analysis.sums.output_edits import LIMITS
@@ -42,6 +43,8 @@ from analysis.weights.geometry import Geometry
 
 MOST_LISTED = 8
 """Experts of a layer that a message lists by name."""
+UNVERIFIED = "what stands between the MLP and the residual stream could not be verified"
+"""Why the output of a layer was not measured."""
 Record = dict[str, Any]
 
 
@@ -168,8 +171,7 @@ class Run:
             if sha256_of(folder / MOMENTS_FILE) != document["moments_sha256"]:
                 raise UserError(f"{folder / MOMENTS_FILE} is not the file that {RUN_FILE} describes: analyze again")
             _check_document(document)
-            # copied into aligned memory: what is computed from it then equals the first run's tables bit for bit
-            tensors = {name: tensor.clone() for name, tensor in load_file(folder / MOMENTS_FILE).items()}
+            _, tensors = read_tensors(folder / MOMENTS_FILE)
             layers = {
                 int(index): _read_layer(tensors, int(index), described, document["settings"])
                 for index, described in document["layers"].items()
@@ -280,10 +282,7 @@ def _reasons(run: Run) -> Iterator[tuple[str, str]]:
 def _reasons_of_outputs(layers: dict[int, Layer]) -> Iterator[tuple[str, str]]:
     outputs = {index: layer.output for index, layer in layers.items()}
     if unknown := [index for index, output in outputs.items() if output is None]:
-        yield (
-            "output_*",
-            f"what stands between the MLP and the residual stream could not be verified: {layers_named(unknown)}",
-        )
+        yield "output_*", f"{UNVERIFIED}: {layers_named(unknown)}"
     known = {index: output for index, output in outputs.items() if output is not None}
     if unsampled := [index for index, output in known.items() if not output.n_tokens]:
         yield "output_*", f"no counted token was sampled, raise --output-share: {layers_named(unsampled)}"
@@ -296,7 +295,7 @@ def _reasons_of_outputs(layers: dict[int, Layer]) -> Iterator[tuple[str, str]]:
         yield "output_*_rank, output_antisymmetric_in_top10", f"under {FEWEST_TOKENS} tokens of y: {layers_named(few)}"
 
 
-def layers_named(layers: Sequence[int]) -> str:
+def layers_named(layers: Iterable[int]) -> str:
     """Layers in words, as ranges: layers 0-5, 8."""
     ranges: list[list[int]] = []
     for layer in sorted(set(layers)):

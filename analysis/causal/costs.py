@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -29,6 +29,7 @@ from analysis.checks import Check
 from analysis.errors import UserError
 from analysis.storage.files import CAUSAL_FILE, MOMENTS_FILE, RUN_FILE
 from analysis.storage.hashing import sha256_of
+from analysis.storage.tensors import read_tensors
 
 CAUSAL_SCHEMA = 1
 VERSIONS = ("edit", "placebo")
@@ -261,9 +262,8 @@ class Causal:
         if not path.exists():
             return None
         try:
-            with safe_open(path, framework="pt") as file:
-                document = json.loads(file.metadata()["document"])
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dict
+            metadata, tensors = read_tensors(path)
+            document = json.loads(metadata["document"])
             if (document["schema"], document["moments_sha256"]) != (CAUSAL_SCHEMA, sha256_of(folder / MOMENTS_FILE)):
                 raise UserError(f"{path} belongs to another run or version: analyze again with --causal")
             return _read(document, tensors)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from analysis.measures import asymmetry as measures
 from analysis.measures.asymmetry import LAYER_MEASURES, asymmetry
-from analysis.measures.jackknife import jackknife, pooled_replicates, quantile_error
+from analysis.measures.jackknife import filled_jackknife_blocks, jackknife, pooled_replicates, quantile_error
 from analysis.measures.layer_sums import LayerSums
 from analysis.measures.output_ranks import output_ranks
 from analysis.measures.token_numbers import CHANGED, CONCENTRATED, TRIMMED
@@ -77,7 +77,7 @@ def output_replicates(name: str, layer: LayerSums) -> Replicates:
     """One of ``OUTPUT_MEASURES`` without each of the filled jackknife blocks; NaN if it was not measured."""
     output, edit = _measured(layer), name.removeprefix("output_")
     if output is None or edit not in output.edits:
-        return torch.full((int((layer.moments.blocks > 0).sum()),), torch.nan, dtype=torch.float64)
+        return torch.full((filled_jackknife_blocks(layer.moments),), torch.nan, dtype=torch.float64)
     return _asymmetry(output, edit, "written", _without_each(layer))
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from analysis.errors import UserError
+from analysis.storage.tensors import read_tensors
 
 _IDENTITY = "identity.json"
 _PIECE = "{}.safetensors"
@@ -47,7 +48,7 @@ class Progress:
         """The piece, or None if it is not finished."""
         path = self.folder / _PIECE.format(name)
         try:
-            return load_file(path) if path.exists() else None
+            return read_tensors(path)[1] if path.exists() else None
         except SafetensorError as error:
             raise UserError(f"{path} is damaged ({error}): delete it, or start without --resume") from error
 

@@ -12,11 +12,11 @@ from matplotlib.typing import ColorType
 
 from reports.compare.tables import Comparison
 from reports.html.render import visible
-from reports.run.figures import MAIN_MEASURES, OUTPUT_MEASURES
+from reports.run.figures import MAIN_MEASURES, MAIN_OUTPUTS
 
 Draw = Callable[[pd.DataFrame, Axes, ColorType, str], Axes]
 PALETTE = sns.color_palette("colorblind")
-SHOWN_MEASURES = OUTPUT_MEASURES | MAIN_MEASURES
+SHOWN_MEASURES = MAIN_OUTPUTS | MAIN_MEASURES
 """What the layers write, then their neurons, each with its title."""
 MARKERS = "os^DvPX<>*"
 """Each run also has its own marker, so that the runs can be told apart without colour."""

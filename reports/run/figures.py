@@ -36,7 +36,7 @@ MAIN_MEASURES = {
     "gate_positive": "Share of open gates",
 }
 """The panels of the figure of measures, with their titles."""
-OUTPUT_MEASURES = {
+MAIN_OUTPUTS = {
     "output_exchange_balanced": "Balanced exchange of what a layer writes",
     "output_scaling_double": "Scaling of what it writes, α = 2",
     "output_scaling_flip": "Sign flip of what it writes, α = −1",
@@ -69,16 +69,14 @@ def output_by_layer(layers: pd.DataFrame, ax: Axes, edit: str = "exchange_balanc
     column = f"output_{edit}"
     _over_tokens(layers, ax, column)
     ax.plot(layers["layer"], layers[edit], color=POOLED, linestyle="--", label="neurons' mean")
-    if f"{column}_null_random" in layers:
-        label, color, style = NULLS["null_random"]
-        ax.plot(layers["layer"], layers[f"{column}_null_random"], color=color, linestyle=style, label=label)
+    _nulls(layers, ax, column)
     _pooled(layers, ax, column, WRITTEN, "what the layer writes, 95 % interval")
     if edit == "exchange_balanced":
         ax.plot(
             layers["layer"], layers["output_exchange"], color="0.45", marker=".", linestyle=":",
             label="what it writes, k as stored",
         )  # fmt: skip
-    ax.set(title=OUTPUT_MEASURES[column], ylabel="asymmetry", ylim=(0, None))
+    ax.set(title=MAIN_OUTPUTS[column], ylabel="asymmetry", ylim=(0, None))
     return _by_layer(ax)
 
 
@@ -86,11 +84,7 @@ def coherence_by_layer(layers: pd.DataFrame, ax: Axes) -> Axes:
     """Asymmetry of what is written over the neurons' mean, with 95 % intervals, for exchange and both scalings."""
     ax.axhline(1, color="0.4", linewidth=0.8)
     for (column, label), color, marker in zip(COHERENCES.items(), PALETTE[:3], "os^", strict=True):
-        known = layers[layers[column].notna()]
-        ax.errorbar(
-            known["layer"], known[column], yerr=interval(known, column), color=color, marker=marker, markersize=3,
-            capsize=2, label=label,
-        )  # fmt: skip
+        _pooled(layers[layers[column].notna()], ax, column, color, label, marker, size=3)
     ax.set(title="Coherence: written over neurons' mean", ylabel="ratio", yscale="log")
     ax.yaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
     ax.yaxis.set_minor_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}" if f"{ratio:e}"[0] in "25" else ""))
@@ -134,12 +128,9 @@ def exchange_by_layer(layers: pd.DataFrame, ax: Axes, column: str = "exchange") 
 
 def measure_by_layer(layers: pd.DataFrame, ax: Axes, column: str, title: str = "") -> Axes:
     """One measure, pooled, with its 95 % interval, and with its nulls and quartiles over tokens if it has them."""
-    x = layers["layer"]
     if f"{column}_token_q1" in layers:
         _over_tokens(layers, ax, column)
-    for suffix, (label, color, style) in NULLS.items():
-        if f"{column}_{suffix}" in layers:
-            ax.plot(x, layers[f"{column}_{suffix}"], color=color, linestyle=style, label=label)
+    _nulls(layers, ax, column)
     _pooled(layers, ax, column, POOLED, "pooled, 95 % interval")
     if layers.get("few_tokens", pd.Series(False)).any() and f"{column}_trimmed" in layers:
         flagged = layers[layers["few_tokens"]]
@@ -158,11 +149,20 @@ def _over_tokens(layers: pd.DataFrame, ax: Axes, column: str) -> None:
     ax.plot(x, layers[f"{column}_token_median"], color=TOKENS, marker="s", markersize=3, label="median over tokens")
 
 
-def _pooled(layers: pd.DataFrame, ax: Axes, column: str, color: ColorType, label: str, marker: str = "o") -> None:
+def _nulls(layers: pd.DataFrame, ax: Axes, column: str) -> None:
+    """Every null that the table has of a column."""
+    for suffix, (label, color, style) in NULLS.items():
+        if f"{column}_{suffix}" in layers:
+            ax.plot(layers["layer"], layers[f"{column}_{suffix}"], color=color, linestyle=style, label=label)
+
+
+def _pooled(
+    layers: pd.DataFrame, ax: Axes, column: str, color: ColorType, label: str, marker: str = "o", size: int = 4
+) -> None:
     """A column with its 95 % interval."""
     reach = interval(layers, column)
     ax.errorbar(
-        layers["layer"], layers[column], yerr=reach, color=color, marker=marker, markersize=4, capsize=2, label=label
+        layers["layer"], layers[column], yerr=reach, color=color, marker=marker, markersize=size, capsize=2, label=label
     )
 
 

@@ -111,9 +111,11 @@ def report_html(run: Run, tables: Tables, figures: Mapping[str, Figure], costs: 
     """The page of a run, which needs no network; ``costs`` are sentences about the costs of edits."""
     layers = tables.layers
     causal = [name for name in layers if name.startswith(CAUSAL_PREFIXES) and not name.endswith(("_se", "_n"))]
-    layer_columns = _present(LAYER_COLUMNS | dict.fromkeys(causal, "nats per token"), layers)
-    for name in [name for name in layer_columns if name.endswith("_raw") and layers[name].isna().all()]:
-        del layer_columns[name]  # without a norm behind any MLP this reading is no other
+    layer_columns = {
+        name: meaning
+        for name, meaning in _present(LAYER_COLUMNS | dict.fromkeys(causal, "nats per token"), layers).items()
+        if not (name.endswith("_raw") and layers[name].isna().all())  # a reading that exists only behind a norm
+    }
     return render(
         "report.html",
         model=run.model,

@@ -12,7 +12,7 @@ from analysis.measures.expert_numbers import FEW_EXPERT_TOKENS
 from analysis.measures.false_discovery import FALSE_DISCOVERY_RATE
 from analysis.measures.jackknife import FEW_JACKKNIFE_BLOCKS
 from analysis.measures.token_numbers import CHANGED, TOKEN_MEASURES
-from analysis.run import Run, layers_named
+from analysis.run import UNVERIFIED, Run, layers_named
 from analysis.weights.experts import SHARED, neuron_name
 from reports.run.figures import interval
 from reports.tables import Tables
@@ -173,14 +173,11 @@ def _massive_activations(run: Run, layers: pd.DataFrame) -> Iterator[str]:
 def _about_outputs(run: Run, layers: pd.DataFrame) -> Iterator[str]:
     """Layers of which the output is not known, or depends on few tokens."""
     if unknown := [index for index, layer in run.layers.items() if layer.output is None]:
-        yield (
-            f"{layers_named(unknown)}: what is written was not measured, because what stands between the MLP and the "
-            "residual stream could not be verified"
-        )
+        yield f"{layers_named(unknown)}: what is written was not measured, because {UNVERIFIED}"
     few = layers[layers["output_few_tokens"]]
     if len(few):
         yield (
-            f"{layers_named(few['layer'].tolist())}: what is written depends on few tokens: use the token median "
+            f"{layers_named(few['layer'])}: what is written depends on few tokens: use the token median "
             "(output_exchange_balanced_token_median) or the value without 0.1 % of the tokens"
         )
 
@@ -189,10 +186,10 @@ def _experts_with_few_tokens(experts: pd.DataFrame) -> Iterator[str]:
     """The number of experts with few tokens or none, and their layers."""
     few, none = experts[experts["few_tokens"]], experts[experts["n_tokens"] == 0]
     if len(few):
-        without = f", {len(none)} of them with none ({layers_named(none['layer'].tolist())})" if len(none) else ""
+        without = f", {len(none)} of them with none ({layers_named(none['layer'])})" if len(none) else ""
         yield (
             f"{len(few):,} of {len(experts):,} experts have fewer than {FEW_EXPERT_TOKENS} counted tokens{without}: "
-            f"their own numbers are uncertain, use more text ({layers_named(few['layer'].tolist())})"
+            f"their own numbers are uncertain, use more text ({layers_named(few['layer'])})"
         )
 
 
